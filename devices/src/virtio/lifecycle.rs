@@ -1,0 +1,486 @@
+//! The life of a virtio device, the same on every transport: status register, feature
+//! negotiation, queue set-up, start, stop, reset, pause, resume (virtio 1.3, sections 2.1, 2.2, 3.1).
+//!
+//! A transport translates its registers into these calls. What the driver set up is frozen from
+//! DRIVER_OK until reset; writes that come in a state where they are not allowed are refused with
+//! [`AccessError::NotNow`] and change nothing.
+
+use std::error::Error;
+
+use serde::{Deserialize, Serialize};
+use virtio_queue::{Queue, QueueT};
+
+use super::queue::{ActiveQueue, QueueFault, QueueLines, QueueRecord};
+use super::{Activation, Identity, Notifier, StartError, VirtioDevice, feature};
+use crate::bus::AccessError;
+use crate::ids::{DeviceId, QueueIndex};
+use crate::memory::Memory;
+use crate::snapshot::{Record, RestoreError, SaveError, Schema, to_record};
+
+/// Status bits (virtio 1.3, section 2.1).
+pub mod status {
+    /// The guest has noticed the device.
+    pub const ACKNOWLEDGE: u8 = 1;
+    /// The guest knows how to drive it.
+    pub const DRIVER: u8 = 2;
+    /// The driver is ready.
+    pub const DRIVER_OK: u8 = 4;
+    /// Features are agreed on.
+    pub const FEATURES_OK: u8 = 8;
+    /// The device wants a reset.
+    pub const NEEDS_RESET: u8 = 64;
+    /// The driver has given up.
+    pub const FAILED: u8 = 128;
+}
+
+/// Which of a queue's three rings an address is of.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Ring {
+    /// Descriptor table.
+    Descriptors,
+    /// Available ring, "driver area".
+    Available,
+    /// Used ring, "device area".
+    Used,
+}
+
+enum Phase {
+    Idle,
+    Live,
+    Parked(Vec<ActiveQueue>),
+}
+
+/// A device with its place in the lifecycle.
+pub struct Lifecycle {
+    id: DeviceId,
+    device: Box<dyn VirtioDevice>,
+    identity: Identity,
+    memory: Memory,
+    notifier: Notifier,
+    lines: Vec<QueueLines>,
+    queues: Vec<Queue>,
+    status: u8,
+    driver_features: u64,
+    phase: Phase,
+}
+
+impl Lifecycle {
+    /// Wraps a fresh device. `lines` has one entry per queue of the device, in order.
+    pub fn new(
+        id: DeviceId,
+        device: Box<dyn VirtioDevice>,
+        memory: Memory,
+        notifier: Notifier,
+        lines: Vec<QueueLines>,
+    ) -> Result<Self, StartError> {
+        let identity = device.identity();
+        let queues: Result<Vec<_>, _> =
+            identity.queue_sizes.iter().map(|&size| Queue::new(size)).collect();
+        let queues = queues.map_err(|error| StartError::Host {
+            what: "queue set-up",
+            source: std::io::Error::other(error),
+        })?;
+        Ok(Self {
+            id,
+            device,
+            identity,
+            memory,
+            notifier,
+            lines,
+            queues,
+            status: 0,
+            driver_features: 0,
+            phase: Phase::Idle,
+        })
+    }
+
+    /// The device's name.
+    pub fn id(&self) -> &DeviceId {
+        &self.id
+    }
+
+    /// What the device is.
+    pub fn identity(&self) -> &Identity {
+        &self.identity
+    }
+
+    /// The device's configuration changes and its wish to be reset.
+    pub fn notifier(&self) -> &Notifier {
+        &self.notifier
+    }
+
+    /// Word `select` of the offered features; 0 beyond the second.
+    pub fn offered_features(&self, select: u32) -> u32 {
+        word(self.offered(), select)
+    }
+
+    /// Word `select` of what the driver accepted.
+    pub fn accepted_features(&self, select: u32) -> u32 {
+        word(self.driver_features, select)
+    }
+
+    fn offered(&self) -> u64 {
+        self.identity.features | feature::COMMON
+    }
+
+    /// The driver accepts word `select` of the features. Only before FEATURES_OK.
+    pub fn accept_features(&mut self, select: u32, value: u32) -> Result<(), AccessError> {
+        let settled = status::FEATURES_OK | status::DRIVER_OK;
+        if self.status & status::DRIVER == 0 || self.status & settled != 0 {
+            return Err(AccessError::NotNow(u64::from(select)));
+        }
+        let (mask, shift) = match select {
+            0 => (0xffff_ffff_u64, 0),
+            1 => (0xffff_ffff_0000_0000, 32),
+            // Bits that nobody offers must be 0 (they are refused at FEATURES_OK otherwise).
+            _ if value == 0 => return Ok(()),
+            _ => return Err(AccessError::NotNow(u64::from(select))),
+        };
+        self.driver_features = (self.driver_features & !mask) | (u64::from(value) << shift);
+        Ok(())
+    }
+
+    /// The status register.
+    pub fn status(&self) -> u8 {
+        let reset = if self.notifier.wants_reset() { status::NEEDS_RESET } else { 0 };
+        self.status | reset
+    }
+
+    /// A write to the status register.
+    pub fn set_status(&mut self, value: u8) -> Result<(), AccessError> {
+        if value == 0 {
+            self.reset();
+            return Ok(());
+        }
+        // NEEDS_RESET is the device's; a driver that wrote back what it read may set it.
+        let value = value & !status::NEEDS_RESET;
+        if self.status & !value != 0 {
+            return Err(AccessError::NotNow(u64::from(value)));
+        }
+        let added = value & !self.status;
+        if added & status::FAILED != 0 {
+            self.fail();
+            return Ok(());
+        }
+        self.status |= added & (status::ACKNOWLEDGE | status::DRIVER);
+        if added & status::FEATURES_OK != 0 && self.features_are_acceptable() {
+            self.status |= status::FEATURES_OK;
+        }
+        if added & status::DRIVER_OK != 0 {
+            self.driver_ok(value)?;
+        }
+        Ok(())
+    }
+
+    fn features_are_acceptable(&self) -> bool {
+        let known = self.driver_features & !self.offered() == 0;
+        known && self.driver_features & feature::VERSION_1 != 0 && self.status & status::DRIVER != 0
+    }
+
+    fn driver_ok(&mut self, value: u8) -> Result<(), AccessError> {
+        if self.status & status::FEATURES_OK == 0 {
+            return Err(AccessError::NotNow(u64::from(value)));
+        }
+        self.status |= status::DRIVER_OK;
+        match self.active_queues() {
+            Ok(queues) => self.start(queues),
+            Err(fault) => {
+                tracing::warn!(device = %self.id, %fault, "device not started");
+                self.notifier.needs_reset();
+            }
+        }
+        Ok(())
+    }
+
+    fn active_queues(&self) -> Result<Vec<ActiveQueue>, QueueFault> {
+        let ready = self.queues.iter().zip(&self.lines).enumerate();
+        ready
+            .filter(|(_, (queue, _))| queue.ready())
+            .map(|(index, (queue, lines))| {
+                let state = queue.state();
+                let index = QueueIndex(index as u16);
+                let queue =
+                    Queue::try_from(state).map_err(|_| QueueFault::Setup { queue: index })?;
+                let (memory, lines) = (self.memory.clone(), lines.clone());
+                ActiveQueue::new(index, queue, memory, lines, self.driver_features)
+            })
+            .collect()
+    }
+
+    fn start(&mut self, queues: Vec<ActiveQueue>) {
+        let activation = Activation {
+            memory: self.memory.clone(),
+            queues,
+            features: self.driver_features,
+            notifier: self.notifier.clone(),
+        };
+        match self.device.start(activation) {
+            Ok(()) => self.phase = Phase::Live,
+            Err(error) => {
+                let cause = error.source().map(ToString::to_string).unwrap_or_default();
+                tracing::error!(device = %self.id, %error, cause, "device not started");
+                self.phase = Phase::Idle;
+                self.notifier.needs_reset();
+            }
+        }
+    }
+
+    fn reset(&mut self) {
+        // In-flight work ends here; its results are dropped with the queues.
+        drop(self.device.stop());
+        self.device.reset();
+        self.phase = Phase::Idle;
+        self.status = 0;
+        self.driver_features = 0;
+        self.queues.iter_mut().for_each(QueueT::reset);
+        for line in &self.lines {
+            line.kick.clear();
+        }
+        self.notifier.clear();
+    }
+
+    fn fail(&mut self) {
+        drop(self.device.stop());
+        self.phase = Phase::Idle;
+        self.status |= status::FAILED;
+    }
+
+    /// Largest size of queue `index`; 0 if there is none.
+    pub fn queue_max(&self, index: u16) -> u16 {
+        self.queues.get(usize::from(index)).map_or(0, |queue| queue.max_size())
+    }
+
+    /// Size of queue `index` as the driver set it; 0 if there is none.
+    pub fn queue_size(&self, index: u16) -> u16 {
+        self.queues.get(usize::from(index)).map_or(0, |queue| queue.size())
+    }
+
+    /// True if queue `index` was made ready.
+    pub fn queue_ready(&self, index: u16) -> bool {
+        self.queues.get(usize::from(index)).is_some_and(|queue| queue.ready())
+    }
+
+    /// Address of a ring of queue `index`.
+    pub fn ring_address(&self, index: u16, ring: Ring) -> u64 {
+        self.queues.get(usize::from(index)).map_or(0, |queue| match ring {
+            Ring::Descriptors => queue.desc_table(),
+            Ring::Available => queue.avail_ring(),
+            Ring::Used => queue.used_ring(),
+        })
+    }
+
+    fn configurable(&mut self, index: u16) -> Result<&mut Queue, AccessError> {
+        let refused = AccessError::NotNow(u64::from(index));
+        if self.status & (status::FEATURES_OK | status::DRIVER_OK) != status::FEATURES_OK {
+            return Err(refused);
+        }
+        self.queues.get_mut(usize::from(index)).ok_or(refused)
+    }
+
+    /// Sets the size of a queue that is not ready. Only between FEATURES_OK and DRIVER_OK.
+    pub fn set_queue_size(&mut self, index: u16, size: u32) -> Result<(), AccessError> {
+        let refused = AccessError::NotNow(u64::from(index));
+        let queue = self.configurable(index)?;
+        let size = u16::try_from(size).map_err(|_| refused)?;
+        if queue.ready() {
+            return Err(refused);
+        }
+        queue.try_set_size(size).map_err(|_| refused)
+    }
+
+    /// Sets half of a ring's address. Only on a queue that is not ready, as for the size.
+    pub fn set_ring_address(
+        &mut self,
+        index: u16,
+        ring: Ring,
+        high: bool,
+        value: u32,
+    ) -> Result<(), AccessError> {
+        let queue = self.configurable(index)?;
+        if queue.ready() {
+            return Err(AccessError::NotNow(u64::from(index)));
+        }
+        let (low, high) = if high { (None, Some(value)) } else { (Some(value), None) };
+        match ring {
+            Ring::Descriptors => queue.set_desc_table_address(low, high),
+            Ring::Available => queue.set_avail_ring_address(low, high),
+            Ring::Used => queue.set_used_ring_address(low, high),
+        }
+        Ok(())
+    }
+
+    /// Makes a queue ready or not. Only between FEATURES_OK and DRIVER_OK.
+    pub fn set_queue_ready(&mut self, index: u16, ready: bool) -> Result<(), AccessError> {
+        self.configurable(index)?.set_ready(ready);
+        Ok(())
+    }
+
+    /// A notification that reached the transport rather than the doorbell.
+    pub fn notify_queue(&self, index: u32) {
+        let line = usize::try_from(index).ok().and_then(|index| self.lines.get(index));
+        if let (Phase::Live, Some(line)) = (&self.phase, line) {
+            line.kick.signal();
+        }
+    }
+
+    /// Reads the configuration space; all-ones beyond its end.
+    pub fn read_config(&self, offset: u64, data: &mut [u8]) -> Result<(), AccessError> {
+        self.config_bounds(offset, data.len())?;
+        self.device.read_config(offset, data);
+        Ok(())
+    }
+
+    /// Writes the configuration space. Only once the guest drives the device.
+    pub fn write_config(&mut self, offset: u64, data: &[u8]) -> Result<(), AccessError> {
+        self.config_bounds(offset, data.len())?;
+        if self.status & status::DRIVER == 0 {
+            return Err(AccessError::NotNow(offset));
+        }
+        self.device.write_config(offset, data);
+        Ok(())
+    }
+
+    fn config_bounds(&self, offset: u64, len: usize) -> Result<(), AccessError> {
+        match offset.checked_add(len as u64) {
+            Some(end) if end <= self.identity.config_len => Ok(()),
+            _ => Err(AccessError::NoRegister(offset)),
+        }
+    }
+
+    /// Stops the device for a pause or a snapshot; its queues are kept here. Idempotent. Only
+    /// called while no vCPU runs.
+    pub fn pause(&mut self) {
+        if let Phase::Live = self.phase {
+            self.phase = Phase::Parked(self.device.stop());
+        }
+    }
+
+    /// Goes on after a pause or a restore, and nudges every queue once.
+    pub fn resume(&mut self) {
+        if let Phase::Parked(queues) = std::mem::replace(&mut self.phase, Phase::Idle) {
+            for queue in &queues {
+                queue.nudge();
+            }
+            self.start(queues);
+        }
+    }
+
+    /// Takes the state. Only legal while not live.
+    pub fn save(&self) -> Result<LifecycleState, SaveError> {
+        let parked: &[ActiveQueue] = match &self.phase {
+            Phase::Live => return Err(SaveError::Running("virtio device")),
+            Phase::Parked(queues) => queues,
+            Phase::Idle => &[],
+        };
+        let configured = self.queues.iter().enumerate().map(|(index, queue)| {
+            let active = parked.iter().find(|active| usize::from(active.index().0) == index);
+            SavedQueue {
+                ready: queue.ready(),
+                ring: active.map_or_else(|| idle_record(index, queue), ActiveQueue::record),
+            }
+        });
+        Ok(LifecycleState {
+            status: self.status,
+            needs_reset: self.notifier.wants_reset(),
+            parked: matches!(self.phase, Phase::Parked(_)),
+            driver_features: self.driver_features,
+            queues: configured.collect(),
+            device: self.device.save_record()?,
+        })
+    }
+
+    /// Applies a state, which is not trusted, to a fresh device.
+    pub fn restore(&mut self, state: LifecycleState) -> Result<(), RestoreError> {
+        let invalid = |field, value: String| RestoreError::Invalid {
+            kind: LifecycleState::KIND,
+            field,
+            value,
+        };
+        if let Phase::Live | Phase::Parked(_) = self.phase {
+            return Err(RestoreError::Running("virtio device"));
+        }
+        if state.driver_features & !self.offered() != 0 {
+            return Err(invalid("driver_features", format!("{:#x}", state.driver_features)));
+        }
+        if state.queues.len() != self.queues.len() {
+            return Err(invalid("queues", state.queues.len().to_string()));
+        }
+        let mut queues = Vec::with_capacity(self.queues.len());
+        for (saved, queue) in state.queues.iter().zip(&self.queues) {
+            let mut restored = saved.ring.to_queue(queue.max_size())?;
+            restored.set_ready(saved.ready);
+            queues.push(restored);
+        }
+        self.device.restore_record(state.device)?;
+        self.queues = queues;
+        self.status = state.status;
+        self.driver_features = state.driver_features;
+        if state.parked {
+            let active = self.active_queues();
+            let active = active.map_err(|fault| invalid("queues", fault.to_string()))?;
+            self.phase = Phase::Parked(active);
+        }
+        if state.needs_reset {
+            self.notifier.needs_reset();
+        }
+        Ok(())
+    }
+}
+
+fn idle_record(index: usize, queue: &Queue) -> QueueRecord {
+    QueueRecord {
+        index: index as u16,
+        size: queue.size(),
+        desc_table: queue.desc_table(),
+        avail_ring: queue.avail_ring(),
+        used_ring: queue.used_ring(),
+        next_avail: queue.next_avail(),
+        next_used: queue.next_used(),
+    }
+}
+
+fn word(features: u64, select: u32) -> u32 {
+    match select {
+        0 => features as u32,
+        1 => (features >> 32) as u32,
+        _ => 0,
+    }
+}
+
+/// One queue in a snapshot.
+#[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
+pub struct SavedQueue {
+    /// True if the driver made it ready.
+    pub ready: bool,
+    /// Its rings.
+    pub ring: QueueRecord,
+}
+
+/// The saved form of a device with its lifecycle.
+#[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
+pub struct LifecycleState {
+    /// The status register, less NEEDS_RESET.
+    pub status: u8,
+    /// The device had asked for a reset.
+    pub needs_reset: bool,
+    /// It was live when the VM was paused.
+    pub parked: bool,
+    /// Negotiated features.
+    pub driver_features: u64,
+    /// All queues, in order.
+    pub queues: Vec<SavedQueue>,
+    /// The device's own record.
+    pub device: Record,
+}
+
+impl Schema for LifecycleState {
+    const KIND: &'static str = "virtio-lifecycle";
+    const VERSION: u32 = 1;
+}
+
+impl LifecycleState {
+    /// As a record of its own.
+    pub fn into_record(self) -> Result<Record, SaveError> {
+        to_record(&self)
+    }
+}

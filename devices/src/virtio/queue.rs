@@ -1,0 +1,270 @@
+//! A virtqueue in use: pop, complete, notify.
+//!
+//! Wraps virtio-queue's ring indices with checked chains ([`Chain`]), errors in place of silently
+//! dropped entries, and interrupts sent only when the driver wants them. A [`QueueFault`] is the
+//! driver's fault; the device answers it with [`super::Notifier::needs_reset`].
+
+use std::num::Wrapping;
+use std::sync::atomic::Ordering;
+
+use serde::{Deserialize, Serialize};
+use virtio_queue::{Queue, QueueState, QueueT};
+use vm_memory::GuestMemoryBackend;
+
+use super::chain::{Chain, ChainFault};
+use super::feature;
+use crate::event::Event;
+use crate::ids::QueueIndex;
+use crate::irq::Interrupt;
+use crate::memory::{Bytes, GuestAddress, Memory};
+use crate::snapshot::RestoreError;
+
+/// What a driver did wrong with a queue.
+#[derive(Debug, thiserror::Error)]
+pub enum QueueFault {
+    /// The rings are not where the driver said.
+    #[error("{queue}: rings are not accessible")]
+    Rings {
+        /// The queue.
+        queue: QueueIndex,
+        /// The reason.
+        #[source]
+        source: virtio_queue::Error,
+    },
+    /// The available index is further ahead than the queue is long.
+    #[error("{queue}: available index is {ahead} ahead of the device, queue has {size} entries")]
+    AvailIndex {
+        /// The queue.
+        queue: QueueIndex,
+        /// Entries that the driver claims to have added.
+        ahead: u16,
+        /// Entries of the queue.
+        size: u16,
+    },
+    /// A chain that cannot be used.
+    #[error("{queue}: {source}")]
+    Chain {
+        /// The queue.
+        queue: QueueIndex,
+        /// What is wrong with it.
+        source: ChainFault,
+    },
+    /// The driver made the queue ready with addresses or a size that cannot be.
+    #[error("{queue}: set up with rings outside guest memory or misaligned")]
+    Setup {
+        /// The queue.
+        queue: QueueIndex,
+    },
+}
+
+/// Where a queue's doorbell and interrupt go; owned by the transport, shared with the device.
+#[derive(Clone, Debug)]
+pub struct QueueLines {
+    /// Signalled by the driver's notification.
+    pub kick: Event,
+    /// Raised when a chain was completed.
+    pub interrupt: Interrupt,
+}
+
+/// A queue that the driver has made ready, in the hands of its device.
+#[derive(Debug)]
+pub struct ActiveQueue {
+    index: QueueIndex,
+    queue: Queue,
+    memory: Memory,
+    lines: QueueLines,
+    indirect: bool,
+}
+
+impl ActiveQueue {
+    /// Takes over `queue` as the driver configured it, and checks that its rings are in RAM.
+    pub fn new(
+        index: QueueIndex,
+        mut queue: Queue,
+        memory: Memory,
+        lines: QueueLines,
+        features: u64,
+    ) -> Result<Self, QueueFault> {
+        queue.set_event_idx(features & feature::RING_EVENT_IDX != 0);
+        let indirect = features & feature::RING_INDIRECT_DESC != 0;
+        let this = Self { index, queue, memory, lines, indirect };
+        if this.rings_are_valid() { Ok(this) } else { Err(QueueFault::Setup { queue: index }) }
+    }
+
+    fn rings_are_valid(&self) -> bool {
+        let size = u64::from(self.queue.size());
+        // Rings with the event index fields, virtio 1.3 sections 2.7.6 and 2.7.8.
+        let rings = [
+            (self.queue.desc_table(), 16 * size),
+            (self.queue.avail_ring(), 6 + 2 * size),
+            (self.queue.used_ring(), 6 + 8 * size),
+        ];
+        self.queue.ready()
+            && rings.iter().all(|&(start, len)| {
+                GuestMemoryBackend::check_range(&self.memory, GuestAddress(start), len as usize)
+            })
+    }
+
+    /// Which queue of its device this is.
+    pub fn index(&self) -> QueueIndex {
+        self.index
+    }
+
+    /// The event to watch for notifications.
+    pub fn kick(&self) -> &Event {
+        &self.lines.kick
+    }
+
+    /// Guest RAM.
+    pub fn memory(&self) -> &Memory {
+        &self.memory
+    }
+
+    /// Entries of the queue.
+    pub fn size(&self) -> u16 {
+        self.queue.size()
+    }
+
+    /// The next chain that the driver made available, checked.
+    ///
+    /// A chain that is refused has been taken off the ring; after a fault the device should ask
+    /// for a reset, since the driver does not follow the specification.
+    pub fn pop(&mut self) -> Result<Option<Chain>, QueueFault> {
+        let ahead = self.pending()?;
+        if ahead == 0 {
+            return Ok(None);
+        }
+        let head = self.head_at(self.queue.next_avail())?;
+        self.queue.set_next_avail(self.queue.next_avail().wrapping_add(1));
+        let table = GuestAddress(self.queue.desc_table());
+        Chain::parse(&self.memory, table, self.queue.size(), head, self.indirect)
+            .map(Some)
+            .map_err(|source| QueueFault::Chain { queue: self.index, source })
+    }
+
+    /// Puts the chain of the last [`ActiveQueue::pop`] back, to be popped again.
+    pub fn undo_pop(&mut self) {
+        self.queue.set_next_avail(self.queue.next_avail().wrapping_sub(1));
+    }
+
+    /// Chains that the driver has made available and the device has not popped.
+    pub fn pending(&self) -> Result<u16, QueueFault> {
+        let avail = self.queue.avail_idx(&self.memory, Ordering::Acquire).map_err(self.rings())?;
+        let ahead = (avail - Wrapping(self.queue.next_avail())).0;
+        if ahead > self.queue.size() {
+            let size = self.queue.size();
+            return Err(QueueFault::AvailIndex { queue: self.index, ahead, size });
+        }
+        Ok(ahead)
+    }
+
+    fn head_at(&self, position: u16) -> Result<u16, QueueFault> {
+        // The size is a power of two and at least 1, so the mask is the remainder.
+        let slot = u64::from(position & self.queue.size().wrapping_sub(1));
+        let address = self.queue.avail_ring().wrapping_add(4 + 2 * slot);
+        let head: u16 = self
+            .memory
+            .load(GuestAddress(address), Ordering::Relaxed)
+            .map_err(virtio_queue::Error::GuestMemory)
+            .map_err(self.rings())?;
+        Ok(u16::from_le(head))
+    }
+
+    /// Gives a chain back; `len` is the number of bytes written to its writable part.
+    pub fn complete(&mut self, chain: &Chain, len: u32) -> Result<(), QueueFault> {
+        self.complete_head(chain.head(), len)
+    }
+
+    /// Like [`ActiveQueue::complete`], for a device that has kept only the head.
+    pub fn complete_head(&mut self, head: u16, len: u32) -> Result<(), QueueFault> {
+        let rings = self.rings();
+        self.queue.add_used(&self.memory, head, len).map_err(rings)
+    }
+
+    /// Interrupts the driver if it asked to hear of the chains completed since the last call.
+    pub fn notify(&mut self) -> Result<(), QueueFault> {
+        let rings = self.rings();
+        if self.queue.needs_notification(&self.memory).map_err(rings)? {
+            self.lines.interrupt.raise();
+        }
+        Ok(())
+    }
+
+    /// Asks the driver to notify of new chains; true if some came meanwhile, so pop again.
+    pub fn enable_notification(&mut self) -> Result<bool, QueueFault> {
+        let rings = self.rings();
+        self.queue.enable_notification(&self.memory).map_err(rings)
+    }
+
+    /// Asks the driver not to notify: the device is polling.
+    pub fn disable_notification(&mut self) -> Result<(), QueueFault> {
+        let rings = self.rings();
+        self.queue.disable_notification(&self.memory).map_err(rings)
+    }
+
+    /// Once after each resume: makes the device look at the ring and the driver at its results, so
+    /// that a signal lost in the gap cannot stall either.
+    pub fn nudge(&self) {
+        self.lines.kick.signal();
+        self.lines.interrupt.raise();
+    }
+
+    /// The ring positions, for a snapshot. Only meaningful on a queue that was stopped.
+    pub fn record(&self) -> QueueRecord {
+        QueueRecord {
+            index: self.index.0,
+            size: self.queue.size(),
+            desc_table: self.queue.desc_table(),
+            avail_ring: self.queue.avail_ring(),
+            used_ring: self.queue.used_ring(),
+            next_avail: self.queue.next_avail(),
+            next_used: self.queue.next_used(),
+        }
+    }
+
+    fn rings(&self) -> impl Fn(virtio_queue::Error) -> QueueFault + use<> {
+        let queue = self.index;
+        move |source| QueueFault::Rings { queue, source }
+    }
+}
+
+/// A queue's saved form.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+pub struct QueueRecord {
+    /// Its number.
+    pub index: u16,
+    /// Entries.
+    pub size: u16,
+    /// Guest address of the descriptor table.
+    pub desc_table: u64,
+    /// Guest address of the available ring.
+    pub avail_ring: u64,
+    /// Guest address of the used ring.
+    pub used_ring: u64,
+    /// Next entry of the available ring to take.
+    pub next_avail: u16,
+    /// Next entry of the used ring to fill.
+    pub next_used: u16,
+}
+
+impl QueueRecord {
+    /// Makes the queue again, with the largest size `max_size` that its device offers.
+    pub fn to_queue(&self, max_size: u16) -> Result<Queue, RestoreError> {
+        Queue::try_from(QueueState {
+            max_size,
+            next_avail: self.next_avail,
+            next_used: self.next_used,
+            event_idx_enabled: false,
+            size: self.size,
+            ready: true,
+            desc_table: self.desc_table,
+            avail_ring: self.avail_ring,
+            used_ring: self.used_ring,
+        })
+        .map_err(|_| RestoreError::Invalid {
+            kind: "virtqueue",
+            field: "size and addresses",
+            value: format!("{self:?}"),
+        })
+    }
+}
