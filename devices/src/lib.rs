@@ -11,6 +11,7 @@ pub mod event;
 pub mod executor;
 pub mod ids;
 pub mod irq;
+pub mod legacy;
 pub mod memory;
 pub mod snapshot;
 pub mod virtio;
