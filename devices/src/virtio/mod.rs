@@ -21,6 +21,7 @@ pub mod lifecycle;
 pub mod mmio;
 pub mod queue;
 pub mod rng;
+pub mod vsock;
 
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, AtomicU32, Ordering};
