@@ -16,6 +16,7 @@
 //! `start` moves the queues into the device, `stop` moves them out with nothing in flight and is
 //! idempotent; pause, reset, snapshot and unplug are all made of these two.
 
+pub mod block;
 pub mod chain;
 pub mod lifecycle;
 pub mod mmio;
