@@ -191,9 +191,12 @@ impl<'a> Cursor<'a> {
         Self { segments, offset: 0 }
     }
 
-    /// The next piece of at most `max` bytes, or `None` at the end.
+    /// The next piece of at most `max` bytes, never empty; `None` at the end or if `max` is 0.
     fn next(&mut self, max: usize) -> Option<Segment> {
         let max = u32::try_from(max).unwrap_or(u32::MAX);
+        if max == 0 {
+            return None;
+        }
         while let Some((first, rest)) = self.segments.split_first() {
             let left = first.len.saturating_sub(self.offset);
             if left == 0 {
