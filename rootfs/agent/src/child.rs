@@ -130,15 +130,19 @@ unsafe fn reset_inheritance() {
 /// # Safety
 /// Only in a process that has just been forked.
 unsafe fn reset_signals() {
-    // SAFETY: zeroed structures are valid ones: the default disposition, the empty set.
+    // The kernel's structure, not the C library's, whose functions leave out two signals that it
+    // has taken for itself. Zeroes are the default disposition, and the empty set.
+    let default = [0_u64; 4];
+    let none = 0_u64;
+    let size = size_of_val(&none);
+    // SAFETY: the buffers are as large as the kernel's structures, and only read.
     unsafe {
-        let default: libc::sigaction = std::mem::zeroed();
+        let nothing = std::ptr::null_mut::<u64>();
         for signal in 1..=64 {
-            libc::sigaction(signal, &raw const default, std::ptr::null_mut());
+            libc::syscall(libc::SYS_rt_sigaction, signal, default.as_ptr(), nothing, size);
         }
-        let mut none: libc::sigset_t = std::mem::zeroed();
-        libc::sigemptyset(&raw mut none);
-        libc::sigprocmask(libc::SIG_SETMASK, &raw const none, std::ptr::null_mut());
+        let how = libc::SIG_SETMASK;
+        libc::syscall(libc::SYS_rt_sigprocmask, how, &raw const none, nothing, size);
     }
 }
 

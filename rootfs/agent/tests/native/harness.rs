@@ -7,6 +7,7 @@ use std::os::fd::OwnedFd;
 use std::os::unix::net::UnixStream;
 use std::path::PathBuf;
 use std::process::{Child, Command};
+use std::sync::{Arc, Mutex};
 use std::thread;
 use std::time::{Duration, Instant};
 use tempfile::TempDir;
@@ -80,14 +81,7 @@ impl Agent {
         let ((out, stdout), (err, stderr)) = (io::pipe().unwrap(), io::pipe().unwrap());
         let stdio = Stdio { stdin, stdout: Some(stdout.into()), stderr: Some(stderr.into()) };
         let session = Session::start(self.socket(), spawn, stdio)?;
-        let collect = |mut pipe: io::PipeReader| {
-            thread::spawn(move || {
-                let mut bytes = Vec::new();
-                pipe.read_to_end(&mut bytes).unwrap();
-                bytes
-            })
-        };
-        Ok(Running { session, stdout: collect(out), stderr: collect(err) })
+        Ok(Running { session, stdout: Collected::start(out), stderr: Collected::start(err) })
     }
 
     /// Runs `spawn` to its end, `input` being all of its stdin.
@@ -126,10 +120,38 @@ pub fn sh(line: &str) -> Spawn {
     Spawn::new(["/bin/sh", "-c", line])
 }
 
+/// What comes out of a pipe.
+struct Collected {
+    bytes: Arc<Mutex<Vec<u8>>>,
+    thread: thread::JoinHandle<()>,
+}
+
+impl Collected {
+    fn start(mut pipe: io::PipeReader) -> Self {
+        let bytes: Arc<Mutex<Vec<u8>>> = Arc::default();
+        let collected = bytes.clone();
+        let thread = thread::spawn(move || {
+            let mut buffer = vec![0; 1 << 16];
+            loop {
+                match pipe.read(&mut buffer).unwrap() {
+                    0 => return,
+                    read => collected.lock().unwrap().extend_from_slice(&buffer[..read]),
+                }
+            }
+        });
+        Self { bytes, thread }
+    }
+
+    fn finish(self) -> Vec<u8> {
+        self.thread.join().unwrap();
+        std::mem::take(&mut *self.bytes.lock().unwrap())
+    }
+}
+
 pub struct Running {
-    pub session: Session,
-    stdout: thread::JoinHandle<Vec<u8>>,
-    stderr: thread::JoinHandle<Vec<u8>>,
+    session: Session,
+    stdout: Collected,
+    stderr: Collected,
 }
 
 impl Running {
@@ -137,10 +159,14 @@ impl Running {
         self.session.remote()
     }
 
+    /// Waits until `text` is the start of what the command has written.
+    pub fn wait_for(&self, text: &str) {
+        eventually(text, || self.stdout.bytes.lock().unwrap().starts_with(text.as_bytes()));
+    }
+
     pub fn finish(self) -> Outcome {
         let status = self.session.wait().unwrap();
-        let (stdout, stderr) = (self.stdout.join().unwrap(), self.stderr.join().unwrap());
-        Outcome { status, stdout, stderr }
+        Outcome { status, stdout: self.stdout.finish(), stderr: self.stderr.finish() }
     }
 }
 

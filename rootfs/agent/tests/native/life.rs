@@ -104,12 +104,15 @@ fn a_signal_that_does_not_exist_is_refused() {
 fn failed_starts_leave_nothing_behind() {
     let agent = Agent::start();
     let mut client = agent.client();
+    client.ping().unwrap();
     let fds = || fs::read_dir(format!("/proc/{}/fd", agent.pid())).unwrap().count();
     let before = fds();
     for _ in 0..20 {
         client.spawn(Spawn { stdin: true, stdout: true, ..Spawn::new(["/nope"]) }).unwrap_err();
     }
-    assert_eq!((fds(), children(&agent).as_str()), (before, ""));
+    // Not exactly: a connection of the start may still be about to close.
+    assert!(fds() <= before, "{} after {before}", fds());
+    assert_eq!(children(&agent), "");
 }
 
 #[test]

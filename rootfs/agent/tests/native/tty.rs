@@ -3,8 +3,6 @@
 use crate::harness::{Agent, alive, eventually, sh};
 use guest_protocol::{ExitStatus, Spawn, Stream, WindowSize};
 use std::io::{self, Read, Write};
-use std::thread;
-use std::time::Duration;
 
 const SIZE: WindowSize = WindowSize { rows: 30, cols: 100 };
 
@@ -27,7 +25,7 @@ fn a_resize_is_a_signal_and_a_new_size() {
     let agent = Agent::start();
     let line = "trap 'stty size; exit' WINCH; echo ready; while :; do sleep 0.01; done";
     let running = agent.start_session(sh(line).tty(SIZE), None).unwrap();
-    thread::sleep(Duration::from_millis(200));
+    running.wait_for("ready");
     running.remote().resize(WindowSize { rows: 7, cols: 8 }).unwrap();
     assert_eq!(running.finish().text(), "ready\r\n7 8\r\n");
 }
@@ -44,8 +42,10 @@ fn only_a_terminal_can_be_resized() {
 fn control_c_interrupts_the_foreground() {
     let agent = Agent::start();
     let (stdin, mut keyboard) = io::pipe().unwrap();
-    let running = agent.start_session(sh("sleep 1000").tty(SIZE), Some(stdin.into())).unwrap();
-    thread::sleep(Duration::from_millis(100));
+    let running = agent
+        .start_session(sh("echo ready; exec sleep 1000").tty(SIZE), Some(stdin.into()))
+        .unwrap();
+    running.wait_for("ready");
     keyboard.write_all(b"\x03").unwrap();
     assert_eq!(running.finish().status, ExitStatus::Signal(2));
 }
