@@ -1,1 +1,27 @@
-//! x
+//! CubeVMM's hypervisor: builds a microVM on KVM, runs it, and answers for it.
+//!
+//! `main.rs` is the command line, [`command`] its subcommands. A VM's life goes
+//! [`config`] → [`builder`] → [`vm`] → [`control`].
+
+pub mod agent;
+pub mod api;
+pub mod api_socket;
+pub mod boot;
+pub mod builder;
+pub mod command;
+pub mod config;
+pub mod console;
+pub mod control;
+pub mod cpu;
+pub mod doctor;
+pub mod event;
+pub mod kvm;
+pub mod layout;
+pub mod memory;
+pub mod outcome;
+pub mod signals;
+pub mod state;
+pub mod terminal;
+pub mod trace;
+pub mod vcpu;
+pub mod vm;

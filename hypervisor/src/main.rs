@@ -1,1 +1,109 @@
-fn main(){}
+//! `cube-vmm`: the command line of the hypervisor.
+
+use std::process::ExitCode;
+
+use clap::{Parser, Subcommand};
+use hypervisor::api::Request;
+use hypervisor::command::{client, run, start};
+use hypervisor::outcome::EXIT_SETUP;
+use hypervisor::trace::Ladder;
+use hypervisor::{doctor, signals};
+
+/// Runs commands and services in microVMs on KVM.
+#[derive(Parser)]
+#[command(name = "cube-vmm", version, about, after_help = EXAMPLES)]
+struct Cli {
+    #[command(subcommand)]
+    command: Command,
+}
+
+const EXAMPLES: &str = "\
+Examples:
+  cube-vmm doctor                                   what can this machine run?
+  cube-vmm run -- uname -r                          one command in a fresh guest
+  cube-vmm run --cpus 4 --memory 4G -- sh           a shell in a larger one
+  cube-vmm run --rootfs debian.ext4 -- apt list     with an image as its root
+  cube-vmm start --api-socket /tmp/vm.sock &        a guest that stays
+  cube-vmm exec --api-socket /tmp/vm.sock -- ps     a command in it
+  cube-vmm stop --api-socket /tmp/vm.sock           and its end";
+
+const EXIT_CODES: &str = "\
+Exit code: that of the command in the guest, 128 + n if signal n killed it.
+  126  the command cannot be executed      127  the command was not found
+  110  the guest powered off early         111  the guest reset itself
+  112  its kernel panicked                 113  triple fault
+  114  KVM internal error                  115  the processor refused the guest's state
+  116  a vCPU failed                       117  the agent did not answer in time
+  125  set-up failed: bad value, missing file, no KVM";
+
+#[derive(Subcommand)]
+enum Command {
+    /// Boot a guest, run one command in it, exit with its code
+    #[command(after_help = EXIT_CODES)]
+    Run(run::RunOptions),
+    /// Boot a guest that stays, controlled through a socket
+    #[command(after_help = EXIT_CODES)]
+    Start(start::StartOptions),
+    /// Run a command in a guest that `start` holds
+    Exec(client::ExecOptions),
+    /// Tell about a VM that `start` holds, as JSON
+    Info(client::Target),
+    /// Let a VM stand still
+    Pause(client::Target),
+    /// Let a paused VM go on
+    Resume(client::Target),
+    /// End a VM that `start` holds
+    Stop(client::StopOptions),
+    /// Find out what this machine can run, by running it
+    #[command(after_help = "Exit code: 0 if Linux guests run here, 3 if only in the lab.")]
+    Doctor {
+        /// Print JSON
+        #[arg(long)]
+        json: bool,
+    },
+}
+
+fn main() -> ExitCode {
+    let ladder = Ladder::start();
+    tracing_subscriber::fmt()
+        .with_writer(std::io::stderr)
+        .with_env_filter(
+            tracing_subscriber::EnvFilter::try_from_env("CUBE_LOG")
+                .unwrap_or_else(|_| tracing_subscriber::EnvFilter::new("warn")),
+        )
+        .init();
+    let cli = Cli::parse();
+    match act(&cli.command, ladder) {
+        Ok(code) => ExitCode::from(code),
+        Err(error) => {
+            eprintln!("cube-vmm: {}", one_line(&error));
+            ExitCode::from(EXIT_SETUP)
+        }
+    }
+}
+
+fn act(command: &Command, ladder: Ladder) -> anyhow::Result<u8> {
+    signals::block()?;
+    match command {
+        Command::Run(options) => run::run(options, ladder),
+        Command::Start(options) => start::start(options, ladder),
+        Command::Exec(options) => client::exec(options),
+        Command::Info(target) => client::info(target),
+        Command::Pause(target) => client::plain(target, &Request::Pause),
+        Command::Resume(target) => client::plain(target, &Request::Resume),
+        Command::Stop(options) => client::stop(options),
+        Command::Doctor { json } => {
+            let report = doctor::examine();
+            if *json {
+                println!("{}", serde_json::to_string_pretty(&report)?);
+            } else {
+                print!("{}", report.render());
+            }
+            Ok(report.exit_code())
+        }
+    }
+}
+
+fn one_line(error: &anyhow::Error) -> String {
+    hypervisor::command::guest_command::with_causes(error.as_ref()).replace('\n', " ")
+}

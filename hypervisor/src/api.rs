@@ -1,0 +1,111 @@
+//! The requests that a running VM takes over its control socket.
+//!
+//! One connection, any number of requests: a line of JSON each, answered by a line of JSON.
+//!
+//! ```text
+//! → {"request":"info"}
+//! ← {"reply":"info","state":"running","ready":true,…}
+//! → {"request":"stop","how":"power_off","timeout_ms":5000}
+//! ← {"reply":"done"}
+//! ← {"reply":"error","kind":"illegal","message":"pause is not legal while the VM is paused"}
+//! ```
+
+use std::path::PathBuf;
+
+use guest_protocol::Hello;
+use serde::{Deserialize, Serialize};
+
+use crate::config::VmConfig;
+use crate::state::VmState;
+
+/// Longest request line in bytes.
+pub const MAX_REQUEST: usize = 64 * 1024;
+
+/// What can be asked of a VM.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(tag = "request", rename_all = "snake_case", deny_unknown_fields)]
+pub enum Request {
+    /// What the VM is and how it is. Always legal. Answer: [`Reply::Info`].
+    Info,
+    /// Takes all vCPUs out of the guest and stops the devices. Legal while running. Answer:
+    /// [`Reply::Done`] when nothing moves any more.
+    Pause,
+    /// Goes on after a pause. Legal while paused. Answer: [`Reply::Done`].
+    Resume,
+    /// Ends the VM. Always legal. Answer: [`Reply::Done`] when the end has begun; the process
+    /// exits right after it.
+    Stop {
+        /// By which means.
+        #[serde(default)]
+        how: StopHow,
+        /// How long the guest may take before it is ended by force, in milliseconds.
+        #[serde(default = "default_stop_timeout")]
+        timeout_ms: u64,
+    },
+}
+
+/// Milliseconds that [`Request::Stop`] gives the guest by default.
+pub fn default_stop_timeout() -> u64 {
+    5000
+}
+
+/// How a VM is ended.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(rename_all = "snake_case")]
+pub enum StopHow {
+    /// Asks the agent to sync the file systems and power off.
+    #[default]
+    PowerOff,
+    /// Presses the ACPI power button; what follows is up to the guest.
+    PowerButton,
+    /// At once: the guest does not notice.
+    Kill,
+}
+
+/// The answer to a [`Request`].
+#[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
+#[serde(tag = "reply", rename_all = "snake_case")]
+pub enum Reply {
+    /// It is done.
+    Done,
+    /// To [`Request::Info`].
+    Info(Box<Info>),
+    /// Refused, or failed.
+    Error {
+        /// For programs.
+        kind: ErrorKind,
+        /// For people.
+        message: String,
+    },
+}
+
+/// Why a request was not carried out.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(rename_all = "snake_case")]
+pub enum ErrorKind {
+    /// Not a request: malformed, unknown, or too long.
+    Invalid,
+    /// Not legal in the VM's state. Nothing has changed.
+    Illegal,
+    /// Tried, and failed.
+    Failed,
+}
+
+/// What a VM tells of itself.
+#[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
+pub struct Info {
+    /// Where it is in its life.
+    pub state: VmState,
+    /// The agent has said hello.
+    pub ready: bool,
+    /// The agent's hello.
+    pub hello: Option<Hello>,
+    /// Process id of the VMM.
+    pub pid: u32,
+    /// Version of the VMM.
+    pub version: String,
+    /// Unix socket for vsock: `CONNECT <port>` reaches the guest.
+    pub vsock: Option<PathBuf>,
+    /// What the VM was made from.
+    pub config: VmConfig,
+}

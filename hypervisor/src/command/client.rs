@@ -1,0 +1,147 @@
+//! `cube-vmm exec|info|pause|resume|stop`: requests to a VM that `start` holds.
+
+use std::path::{Path, PathBuf};
+use std::time::{Duration, Instant};
+
+use clap::{Args, ValueEnum};
+use guest_protocol::HybridSocket;
+use nix::sys::signal::Signal;
+
+use super::guest_command::GuestCommand;
+use super::options::SpawnOptions;
+use crate::api::{Info, Reply, Request, StopHow};
+use crate::api_socket::request;
+use crate::event::{Event, Events};
+use crate::signals;
+
+/// Which VM.
+#[derive(Args, Clone, Debug)]
+pub struct Target {
+    /// The control socket of the VM
+    #[arg(long, value_name = "PATH")]
+    pub api_socket: PathBuf,
+}
+
+/// Options of `exec`.
+#[derive(Args, Clone, Debug)]
+pub struct ExecOptions {
+    /// The VM.
+    #[command(flatten)]
+    pub target: Target,
+
+    /// Seconds to wait for a guest that is not ready yet
+    #[arg(long, default_value_t = 60, value_name = "SECONDS")]
+    pub wait: u64,
+
+    /// The command.
+    #[command(flatten)]
+    pub spawn: SpawnOptions,
+}
+
+/// Options of `stop`.
+#[derive(Args, Clone, Debug)]
+pub struct StopOptions {
+    /// The VM.
+    #[command(flatten)]
+    pub target: Target,
+
+    /// How: power-off asks the agent, power-button presses the ACPI button, kill does not ask
+    #[arg(long, value_enum, default_value_t = HowOption::PowerOff)]
+    pub how: HowOption,
+
+    /// Seconds until a guest that does not end is ended by force
+    #[arg(long, default_value_t = 5, value_name = "SECONDS")]
+    pub timeout: u64,
+}
+
+/// See [`StopHow`].
+#[derive(Clone, Copy, Debug, ValueEnum)]
+#[expect(missing_docs, reason = "see the type it stands for")]
+pub enum HowOption {
+    PowerOff,
+    PowerButton,
+    Kill,
+}
+
+fn info_of(path: &Path) -> anyhow::Result<Info> {
+    match request(path, &Request::Info)? {
+        Reply::Info(info) => Ok(*info),
+        Reply::Error { message, .. } => anyhow::bail!("{message}"),
+        Reply::Done => anyhow::bail!("the VM answered info with done"),
+    }
+}
+
+/// Sends a request whose answer is that it is done.
+pub fn plain(target: &Target, asked: &Request) -> anyhow::Result<u8> {
+    match request(&target.api_socket, asked)? {
+        Reply::Error { message, .. } => anyhow::bail!("{message}"),
+        Reply::Done | Reply::Info(_) => Ok(0),
+    }
+}
+
+/// Prints what the VM tells of itself, as JSON.
+pub fn info(target: &Target) -> anyhow::Result<u8> {
+    println!("{}", serde_json::to_string_pretty(&info_of(&target.api_socket)?)?);
+    Ok(0)
+}
+
+/// Ends the VM, and waits until its process has let go of the socket.
+pub fn stop(options: &StopOptions) -> anyhow::Result<u8> {
+    let how = match options.how {
+        HowOption::PowerOff => StopHow::PowerOff,
+        HowOption::PowerButton => StopHow::PowerButton,
+        HowOption::Kill => StopHow::Kill,
+    };
+    let timeout = Duration::from_secs(options.timeout);
+    plain(&options.target, &Request::Stop { how, timeout_ms: timeout.as_millis() as u64 })?;
+    let deadline = Instant::now() + timeout + Duration::from_secs(5);
+    while options.target.api_socket.exists() {
+        if Instant::now() > deadline {
+            anyhow::bail!("the VM has not ended; use --how kill");
+        }
+        std::thread::sleep(Duration::from_millis(10));
+    }
+    Ok(0)
+}
+
+/// Runs a command in the guest, attached to this process.
+pub fn exec(options: &ExecOptions) -> anyhow::Result<u8> {
+    let spawn = options.spawn.spawn()?;
+    let info = wait_until_ready(&options.target.api_socket, Duration::from_secs(options.wait))?;
+    let Some(vsock) = info.vsock else {
+        anyhow::bail!("the VM has no vsock socket");
+    };
+    let (events, receiver) = Events::channel();
+    signals::watch(events.clone())?;
+    let command = GuestCommand::start(HybridSocket::new(vsock), spawn, events, || {})?;
+    while let Ok(event) = receiver.recv() {
+        match event {
+            Event::Finished => break,
+            Event::Signal(signal) if signal == Signal::SIGWINCH as i32 => command.resize(),
+            Event::Signal(signal) if !command.signal(signal) => {
+                return Ok(u8::try_from(128 + signal).unwrap_or(u8::MAX));
+            }
+            _ => {}
+        }
+    }
+    let (code, message) = command.exit_code();
+    drop(command);
+    if let Some(message) = message {
+        eprintln!("cube-vmm: {message}");
+    }
+    Ok(code)
+}
+
+fn wait_until_ready(path: &Path, patience: Duration) -> anyhow::Result<Info> {
+    let deadline = Instant::now() + patience;
+    loop {
+        let info = info_of(path)?;
+        if info.ready {
+            return Ok(info);
+        }
+        if Instant::now() > deadline {
+            anyhow::bail!("the guest is not ready after {} s", patience.as_secs());
+        }
+        std::thread::sleep(Duration::from_millis(20));
+    }
+}

@@ -1,0 +1,7 @@
+//! The subcommands of `cube-vmm`, one file each.
+
+pub mod client;
+pub mod guest_command;
+pub mod options;
+pub mod run;
+pub mod start;

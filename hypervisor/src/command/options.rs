@@ -1,0 +1,187 @@
+//! Command-line options, and what they mean as a configuration.
+
+use std::path::PathBuf;
+use std::time::Duration;
+
+use clap::{Args, ValueEnum};
+
+use crate::config::{
+    BootProtocol, ConfigError, Console, DiskConfig, MemorySize, VmConfig, default_artifact,
+};
+
+/// What a VM is made of; shared by `run` and `start`.
+#[derive(Args, Clone, Debug)]
+pub struct VmOptions {
+    /// Number of vCPUs, 1 to 32
+    #[arg(long, default_value_t = 1, value_name = "N")]
+    pub cpus: u32,
+
+    /// Guest memory, a number with a unit: 256M, 4G
+    #[arg(long, default_value = "256M", value_name = "SIZE")]
+    pub memory: String,
+
+    /// Kernel, an ELF vmlinux or a bzImage [default: the one that guest-kernel/build.sh made]
+    #[arg(long, value_name = "FILE", env = "CUBE_KERNEL")]
+    pub kernel: Option<PathBuf>,
+
+    /// Initramfs with the agent [default: the one that rootfs/build.sh made]
+    #[arg(long, value_name = "FILE", env = "CUBE_INITRD")]
+    pub initrd: Option<PathBuf>,
+
+    /// File system image (ext4, erofs, …) that becomes the guest's root; it is not written to,
+    /// changes stay in guest memory
+    #[arg(long, value_name = "IMG")]
+    pub rootfs: Option<PathBuf>,
+
+    /// Attach a disk: path=FILE[,id=NAME][,ro]. Raw images and block devices; may be repeated
+    #[arg(long = "disk", value_name = "path=FILE[,id=NAME][,ro]")]
+    pub disks: Vec<String>,
+
+    /// Append to the kernel command line
+    #[arg(long, default_value = "", value_name = "TEXT", allow_hyphen_values = true)]
+    pub cmdline_append: String,
+
+    /// Serial console: off keeps the last lines for error messages, serial also writes everything
+    /// to standard error
+    #[arg(long, value_enum, default_value_t = ConsoleOption::Off)]
+    pub console: ConsoleOption,
+
+    /// How the kernel is entered; auto takes PVH where the kernel has it
+    #[arg(long, value_enum, default_value_t = ProtocolOption::Auto)]
+    pub boot_protocol: ProtocolOption,
+
+    /// Write the boot ladder (when each step of the boot was reached) to FILE as JSON
+    #[arg(long, value_name = "FILE")]
+    pub trace: Option<PathBuf>,
+
+    /// Seconds until a guest whose agent does not answer counts as failed
+    #[arg(long, default_value_t = 60, value_name = "SECONDS")]
+    pub boot_timeout: u64,
+}
+
+/// See [`Console`].
+#[derive(Clone, Copy, Debug, ValueEnum)]
+#[expect(missing_docs, reason = "see the type it stands for")]
+pub enum ConsoleOption {
+    Off,
+    Serial,
+}
+
+/// See [`BootProtocol`].
+#[derive(Clone, Copy, Debug, ValueEnum)]
+#[expect(missing_docs, reason = "see the type it stands for")]
+pub enum ProtocolOption {
+    Auto,
+    Pvh,
+    Linux,
+}
+
+impl VmOptions {
+    /// The configuration. `agent`: an initrd is needed, for the agent in it.
+    pub fn config(&self, agent: bool) -> Result<VmConfig, ConfigError> {
+        let memory: MemorySize = self.memory.parse()?;
+        let disks = self.disks.iter().map(|text| text.parse::<DiskConfig>());
+        let disks = disks.collect::<Result<_, _>>()?;
+        let found = |given: &Option<PathBuf>, name: &str| match given {
+            Some(path) => Ok(path.clone()),
+            None => {
+                let path = default_artifact(name);
+                if path.exists() { Ok(path) } else { Err(path) }
+            }
+        };
+        let kernel = found(&self.kernel, "vmlinux").map_err(ConfigError::NoKernel)?;
+        let initrd = match (&self.initrd, agent) {
+            (None, false) => None,
+            (given, _) => Some(found(given, "initrd.cpio").map_err(ConfigError::NoInitrd)?),
+        };
+        let config = VmConfig {
+            cpus: self.cpus,
+            memory,
+            kernel,
+            initrd,
+            cmdline_append: self.cmdline_append.clone(),
+            rootfs: self.rootfs.clone(),
+            disks,
+            vsock: None,
+            console: match self.console {
+                ConsoleOption::Off => Console::Off,
+                ConsoleOption::Serial => Console::Serial,
+            },
+            boot_protocol: match self.boot_protocol {
+                ProtocolOption::Auto => BootProtocol::Auto,
+                ProtocolOption::Pvh => BootProtocol::Pvh,
+                ProtocolOption::Linux => BootProtocol::Linux,
+            },
+        };
+        config.validate()?;
+        Ok(config)
+    }
+
+    /// See `--boot-timeout`.
+    pub fn boot_timeout(&self) -> Duration {
+        Duration::from_secs(self.boot_timeout)
+    }
+}
+
+/// What a command in the guest runs with; shared by `run` and `exec`.
+#[derive(Args, Clone, Debug)]
+pub struct SpawnOptions {
+    /// Set an environment variable of the command; may be repeated
+    #[arg(short, long = "env", value_name = "NAME=VALUE")]
+    pub env: Vec<String>,
+
+    /// Working directory of the command
+    #[arg(short, long, value_name = "DIR")]
+    pub workdir: Option<String>,
+
+    /// User of the command, by number
+    #[arg(short, long, value_name = "UID[:GID]")]
+    pub user: Option<String>,
+
+    /// The command and its arguments
+    #[arg(
+        required = true,
+        trailing_var_arg = true,
+        allow_hyphen_values = true,
+        value_name = "CMD"
+    )]
+    pub argv: Vec<String>,
+}
+
+/// A spawn option that is not understood.
+#[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
+pub enum SpawnError {
+    /// No `=`.
+    #[error("environment variable {0:?} has no value; write NAME=VALUE")]
+    Env(String),
+    /// Not numbers.
+    #[error("user {0:?} is not UID or UID:GID in numbers")]
+    User(String),
+}
+
+impl SpawnOptions {
+    /// The request for the agent.
+    pub fn spawn(&self) -> Result<guest_protocol::Spawn, SpawnError> {
+        let mut spawn = guest_protocol::Spawn::new(self.argv.iter().cloned());
+        spawn.kill_on_disconnect = true;
+        spawn.cwd.clone_from(&self.workdir);
+        for variable in &self.env {
+            let (name, value) = variable
+                .split_once('=')
+                .filter(|(name, _)| !name.is_empty())
+                .ok_or_else(|| SpawnError::Env(variable.clone()))?;
+            spawn.env.push((name.to_owned(), value.to_owned()));
+        }
+        if let Some(user) = &self.user {
+            let (uid, gid) = match user.split_once(':') {
+                Some((uid, gid)) => (uid, Some(gid)),
+                None => (user.as_str(), None),
+            };
+            let number =
+                |text: &str| text.parse::<u32>().map_err(|_| SpawnError::User(user.clone()));
+            spawn.uid = Some(number(uid)?);
+            spawn.gid = gid.map(number).transpose()?;
+        }
+        Ok(spawn)
+    }
+}

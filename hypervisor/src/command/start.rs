@@ -1,0 +1,109 @@
+//! `cube-vmm start`: a VM in the foreground, with a control socket.
+
+use std::path::{Path, PathBuf};
+use std::time::{Duration, Instant};
+
+use clap::Args;
+use nix::sys::signal::Signal;
+
+use super::options::VmOptions;
+use super::run::write_trace;
+use crate::agent::watch_for_hello;
+use crate::api_socket::ApiSocket;
+use crate::builder::{self, Observers};
+use crate::control::{Control, Happening};
+use crate::event::Events;
+use crate::outcome::EXIT_NOT_READY;
+use crate::signals;
+use crate::trace::{Ladder, step};
+
+/// Options of `start`.
+#[derive(Args, Clone, Debug)]
+pub struct StartOptions {
+    /// Unix socket on which the VM takes requests
+    #[arg(long, value_name = "PATH")]
+    pub api_socket: PathBuf,
+
+    /// Unix socket for vsock: CONNECT <port> reaches the guest, <PATH>_<port> is where its own
+    /// connections go [default: the api socket's path with .vsock added]
+    #[arg(long, value_name = "PATH")]
+    pub vsock: Option<PathBuf>,
+
+    /// The VM.
+    #[command(flatten)]
+    pub vm: VmOptions,
+}
+
+/// How long a guest may take to power off after a signal.
+const SIGNAL_GRACE: Duration = Duration::from_secs(5);
+
+fn beside(api_socket: &Path) -> PathBuf {
+    let mut path = api_socket.as_os_str().to_owned();
+    path.push(".vsock");
+    path.into()
+}
+
+/// Runs it until the guest ends. The exit code tells how.
+pub fn start(options: &StartOptions, ladder: Ladder) -> anyhow::Result<u8> {
+    let mut config = options.vm.config(true)?;
+    let vsock = options.vsock.clone().unwrap_or_else(|| beside(&options.api_socket));
+    config.vsock = Some(vsock);
+    let socket = ApiSocket::bind(&options.api_socket)?;
+    let (events, receiver) = Events::channel();
+    let stamp_entry = options.vm.trace.is_some();
+    let observers = Observers { ladder, stamp_entry, events: events.clone() };
+    let vm = builder::build(&config, &observers)?;
+    signals::watch(events.clone())?;
+    let mut control = Control::new(vm, events, receiver);
+    watch_for_hello(control.vm().vsock(), observers.events.clone())?;
+    control.start()?;
+    socket.serve(observers.events.clone())?;
+    let code = until_the_end(&mut control, options, &observers.ladder);
+    if let Some(path) = &options.vm.trace {
+        write_trace(path, &observers.ladder)?;
+    }
+    Ok(code)
+}
+
+fn until_the_end(control: &mut Control, options: &StartOptions, ladder: &Ladder) -> u8 {
+    let mut deadline = Some(Instant::now() + options.vm.boot_timeout());
+    let mut signalled = false;
+    loop {
+        match control.next(deadline) {
+            Happening::Ready => {
+                ladder.mark(step::AGENT_READY);
+                tracing::info!("the guest is ready");
+                deadline = None;
+            }
+            Happening::Ended(outcome) => {
+                if !outcome.is_orderly() {
+                    report(control, &outcome.to_string());
+                }
+                return outcome.exit_code();
+            }
+            Happening::Signal(signal) if signal == Signal::SIGWINCH as i32 => {}
+            Happening::Signal(_) if signalled || deadline.is_some() => {
+                control.kill();
+                return 0;
+            }
+            Happening::Signal(_) => {
+                signalled = true;
+                control.power_off(SIGNAL_GRACE);
+            }
+            Happening::TimedOut => {
+                control.kill();
+                let seconds = options.vm.boot_timeout;
+                report(control, &format!("the guest's agent did not answer within {seconds} s"));
+                return EXIT_NOT_READY;
+            }
+            Happening::Finished => {}
+        }
+    }
+}
+
+fn report(control: &Control, message: &str) {
+    eprintln!("cube-vmm: {message}; its console ended with:");
+    for line in control.vm().console().tail(20) {
+        eprintln!("  | {line}");
+    }
+}

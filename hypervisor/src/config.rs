@@ -1,0 +1,416 @@
+//! What a VM shall be: parsed from the command line or from JSON, validated before anything is made.
+
+use std::fmt;
+use std::path::{Path, PathBuf};
+use std::str::FromStr;
+
+use serde::{Deserialize, Serialize};
+
+use crate::layout;
+
+/// Smallest guest: a stripped Linux with its initramfs needs about this much to boot.
+pub const MIN_MEMORY: u64 = 32 << 20;
+/// Largest guest.
+pub const MAX_MEMORY: u64 = 4 << 40;
+
+/// A setting with a value that cannot be. The text names the value and the cure.
+#[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
+pub enum ConfigError {
+    /// Not a size.
+    #[error("memory size {0:?} is not a number with a unit; write for example 256M or 4G")]
+    MemoryFormat(String),
+    /// Too small.
+    #[error("memory size {0} is too small; a guest needs at least 32M")]
+    MemoryTooSmall(String),
+    /// Too large.
+    #[error("memory size {0} is too large; the most is 4T")]
+    MemoryTooLarge(String),
+    /// Not whole pages.
+    #[error("memory size {0} is not a multiple of 4096 bytes; use whole megabytes")]
+    MemoryUnaligned(String),
+    /// No vCPU, or too many.
+    #[error("{0} vCPUs cannot be; use 1 to {max}", max = layout::MAX_CPUS)]
+    Cpus(u32),
+    /// The kernel would cut the command line.
+    #[error("kernel command line has {len} bytes; the kernel takes {max}, shorten --cmdline-append",
+            max = layout::CMDLINE_MAX - 1)]
+    CmdlineTooLong {
+        /// Its length in bytes.
+        len: usize,
+    },
+    /// A NUL or newline in the command line.
+    #[error("kernel command line contains the control character {0:?}; remove it")]
+    CmdlineCharacter(char),
+    /// A disk option that is not understood.
+    #[error("disk option {0:?} is not known; use path=FILE[,id=NAME][,ro]")]
+    DiskOption(String),
+    /// A disk without a file.
+    #[error("disk {0:?} has no path; use path=FILE[,id=NAME][,ro]")]
+    DiskPath(String),
+    /// Two devices of one name.
+    #[error("two disks are called {0:?}; give each its own id=")]
+    DuplicateId(String),
+    /// A name that cannot be.
+    #[error("disk id {0:?} is not usable; take 1 to 20 letters, digits, '-' or '_'")]
+    BadId(String),
+    /// More devices than lines.
+    #[error("{count} virtio devices do not fit; a VM takes {max}", max = layout::MAX_VIRTIO_MMIO)]
+    TooManyDevices {
+        /// Devices asked for.
+        count: usize,
+    },
+    /// No kernel given and none found.
+    #[error("no kernel was given and {} does not exist; build one with guest-kernel/build.sh or use --kernel FILE", .0.display())]
+    NoKernel(PathBuf),
+    /// No initrd given and none found.
+    #[error("no initrd was given and {} does not exist; build one with rootfs/build.sh or use --initrd FILE", .0.display())]
+    NoInitrd(PathBuf),
+}
+
+/// An amount of guest memory in bytes: whole pages, at least [`MIN_MEMORY`].
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(try_from = "String", into = "String")]
+pub struct MemorySize(u64);
+
+impl MemorySize {
+    /// The size in bytes.
+    pub fn bytes(self) -> u64 {
+        self.0
+    }
+}
+
+impl Default for MemorySize {
+    fn default() -> Self {
+        Self(256 << 20)
+    }
+}
+
+impl FromStr for MemorySize {
+    type Err = ConfigError;
+
+    /// Reads a number and a unit (K, M, G or T, powers of 1024), such as `256M`.
+    fn from_str(text: &str) -> Result<Self, ConfigError> {
+        let format = || ConfigError::MemoryFormat(text.to_owned());
+        let digits = text.trim_end_matches(|c: char| c.is_ascii_alphabetic());
+        let unit = &text[digits.len()..];
+        let number: u64 = digits.parse().map_err(|_| format())?;
+        let shift = match unit.to_ascii_uppercase().as_str() {
+            "" => 0,
+            "K" | "KB" | "KIB" => 10,
+            "M" | "MB" | "MIB" => 20,
+            "G" | "GB" | "GIB" => 30,
+            "T" | "TB" | "TIB" => 40,
+            _ => return Err(format()),
+        };
+        let large = || ConfigError::MemoryTooLarge(text.to_owned());
+        let bytes = number.checked_mul(1 << shift).ok_or_else(large)?;
+        match bytes {
+            _ if bytes > MAX_MEMORY => Err(large()),
+            // A bare number is most likely a forgotten unit.
+            _ if unit.is_empty() && number != 0 => Err(format()),
+            _ if bytes < MIN_MEMORY => Err(ConfigError::MemoryTooSmall(text.to_owned())),
+            _ if bytes % 4096 != 0 => Err(ConfigError::MemoryUnaligned(text.to_owned())),
+            _ => Ok(Self(bytes)),
+        }
+    }
+}
+
+impl TryFrom<String> for MemorySize {
+    type Error = ConfigError;
+    fn try_from(text: String) -> Result<Self, ConfigError> {
+        text.parse()
+    }
+}
+
+impl From<MemorySize> for String {
+    fn from(size: MemorySize) -> String {
+        size.to_string()
+    }
+}
+
+impl fmt::Display for MemorySize {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        let (mut value, mut unit) = (self.0 >> 10, 'K');
+        for next in ['M', 'G', 'T'] {
+            if value % 1024 != 0 {
+                break;
+            }
+            (value, unit) = (value >> 10, next);
+        }
+        write!(f, "{value}{unit}")
+    }
+}
+
+/// A disk: a raw image or a block device.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(deny_unknown_fields)]
+pub struct DiskConfig {
+    /// The file.
+    pub path: PathBuf,
+    /// The device's name, also its serial number in the guest. Empty: chosen by position.
+    #[serde(default)]
+    pub id: String,
+    /// The guest cannot write, whatever it negotiates.
+    #[serde(default)]
+    pub read_only: bool,
+}
+
+impl FromStr for DiskConfig {
+    type Err = ConfigError;
+
+    /// Reads `path=FILE[,id=NAME][,ro]`.
+    fn from_str(text: &str) -> Result<Self, ConfigError> {
+        let mut disk = Self { path: PathBuf::new(), id: String::new(), read_only: false };
+        for option in text.split(',') {
+            match option.split_once('=') {
+                Some(("path", path)) if !path.is_empty() => disk.path = path.into(),
+                Some(("id", id)) => disk.id = checked_id(id)?,
+                None if option == "ro" => disk.read_only = true,
+                _ => return Err(ConfigError::DiskOption(option.to_owned())),
+            }
+        }
+        if disk.path.as_os_str().is_empty() {
+            return Err(ConfigError::DiskPath(text.to_owned()));
+        }
+        Ok(disk)
+    }
+}
+
+fn checked_id(id: &str) -> Result<String, ConfigError> {
+    let allowed = |c: char| c.is_ascii_alphanumeric() || c == '-' || c == '_';
+    if id.is_empty() || id.len() > 20 || !id.chars().all(allowed) {
+        return Err(ConfigError::BadId(id.to_owned()));
+    }
+    Ok(id.to_owned())
+}
+
+/// How the kernel is entered.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(rename_all = "lowercase")]
+pub enum BootProtocol {
+    /// PVH where the ELF file has the note for it, the Linux 64-bit entry otherwise.
+    #[default]
+    Auto,
+    /// PVH: 32-bit protected mode, ELF only.
+    Pvh,
+    /// The 64-bit entry of the Linux boot protocol.
+    Linux,
+}
+
+/// What happens with the serial console's output.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(rename_all = "lowercase")]
+pub enum Console {
+    /// Kept (the last part of it) to be shown when the guest fails.
+    #[default]
+    Off,
+    /// Also written to standard error while the guest runs, all kernel messages included.
+    Serial,
+}
+
+/// A VM, complete.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(deny_unknown_fields)]
+pub struct VmConfig {
+    /// Number of vCPUs.
+    pub cpus: u32,
+    /// Guest RAM.
+    pub memory: MemorySize,
+    /// ELF `vmlinux` or bzImage.
+    pub kernel: PathBuf,
+    /// Initial RAM file system; the agent is in it.
+    #[serde(default)]
+    pub initrd: Option<PathBuf>,
+    /// Appended to the kernel command line.
+    #[serde(default)]
+    pub cmdline_append: String,
+    /// An image that becomes the guest's root file system; writes go to guest memory.
+    #[serde(default)]
+    pub rootfs: Option<PathBuf>,
+    /// Further disks, `/dev/vda` (or `/dev/vdb` with a rootfs) and on.
+    #[serde(default)]
+    pub disks: Vec<DiskConfig>,
+    /// Unix socket for vsock.
+    #[serde(default)]
+    pub vsock: Option<PathBuf>,
+    /// Serial console.
+    #[serde(default)]
+    pub console: Console,
+    /// Entry of the kernel.
+    #[serde(default)]
+    pub boot_protocol: BootProtocol,
+}
+
+/// The kernel parameters that every guest gets, before `--cmdline-append`.
+///
+/// `reboot=k panic=-1`: a reboot, also after a panic, is a reset of the i8042, which ends the VM.
+/// `pci=off`: there is no PCI bus on this machine, so the kernel need not look for one.
+/// `no_timer_check`, `tsc=reliable`: the clock is the hypervisor's and needs no calibration.
+/// `random.trust_cpu=on`: RDRAND may seed the generator, so that nothing waits for entropy.
+const CMDLINE: &str = "console=ttyS0 reboot=k panic=-1 pci=off no_timer_check tsc=reliable \
+                       random.trust_cpu=on 8250.nr_uarts=1";
+
+impl VmConfig {
+    /// The whole kernel command line.
+    pub fn cmdline(&self) -> String {
+        let mut line = CMDLINE.to_owned();
+        if self.console == Console::Off {
+            // Errors and panics still reach the console, and from there the user.
+            line.push_str(" quiet");
+        }
+        if self.rootfs.is_some() {
+            line.push_str(" cube.root=/dev/vda");
+        }
+        if !self.cmdline_append.is_empty() {
+            line.push(' ');
+            line.push_str(&self.cmdline_append);
+        }
+        line
+    }
+
+    /// All disks in the order in which the guest sees them, named.
+    pub fn all_disks(&self) -> Vec<DiskConfig> {
+        let rootfs = self.rootfs.iter().map(|path| DiskConfig {
+            path: path.clone(),
+            id: "rootfs".to_owned(),
+            read_only: true,
+        });
+        let mut disks: Vec<_> = rootfs.chain(self.disks.iter().cloned()).collect();
+        for (index, disk) in disks.iter_mut().enumerate() {
+            if disk.id.is_empty() {
+                disk.id = format!("disk{index}");
+            }
+        }
+        disks
+    }
+
+    /// Checks all that can be told without touching the host.
+    pub fn validate(&self) -> Result<(), ConfigError> {
+        if self.cpus == 0 || self.cpus > layout::MAX_CPUS {
+            return Err(ConfigError::Cpus(self.cpus));
+        }
+        let cmdline = self.cmdline();
+        if let Some(control) = cmdline.chars().find(|c| c.is_control()) {
+            return Err(ConfigError::CmdlineCharacter(control));
+        }
+        if cmdline.len() >= layout::CMDLINE_MAX {
+            return Err(ConfigError::CmdlineTooLong { len: cmdline.len() });
+        }
+        let disks = self.all_disks();
+        for (index, disk) in disks.iter().enumerate() {
+            checked_id(&disk.id)?;
+            if disks.iter().take(index).any(|other| other.id == disk.id) {
+                return Err(ConfigError::DuplicateId(disk.id.clone()));
+            }
+        }
+        // Beside the disks: entropy and vsock.
+        let count = disks.len() + 2;
+        if count > layout::MAX_VIRTIO_MMIO {
+            return Err(ConfigError::TooManyDevices { count });
+        }
+        Ok(())
+    }
+}
+
+/// Where the kernel and the initrd are when none is named: `../guest` beside the folder of the
+/// executable, which is where the build scripts link them, or `/usr/lib/cubevmm`.
+pub fn default_artifact(name: &str) -> PathBuf {
+    let built = std::env::current_exe()
+        .ok()
+        .and_then(|exe| Some(exe.parent()?.parent()?.join("guest").join(name)));
+    let installed = Path::new("/usr/lib/cubevmm").join(name);
+    match built {
+        Some(path) if path.exists() || !installed.exists() => path,
+        _ => installed,
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn config() -> VmConfig {
+        VmConfig {
+            cpus: 1,
+            memory: MemorySize::default(),
+            kernel: "vmlinux".into(),
+            initrd: None,
+            cmdline_append: String::new(),
+            rootfs: None,
+            disks: Vec::new(),
+            vsock: None,
+            console: Console::Off,
+            boot_protocol: BootProtocol::Auto,
+        }
+    }
+
+    #[test]
+    fn memory_sizes_are_read_and_written() {
+        for (text, bytes, shown) in
+            [("256M", 256 << 20, "256M"), ("4G", 4 << 30, "4G"), ("65536k", 64 << 20, "64M")]
+        {
+            let size: MemorySize = text.parse().unwrap();
+            assert_eq!((size.bytes(), size.to_string().as_str()), (bytes, shown));
+        }
+    }
+
+    #[test]
+    fn bad_memory_sizes_name_the_value_and_the_cure() {
+        for (text, cure) in [
+            ("0", "at least 32M"),
+            ("1K", "at least 32M"),
+            ("999T", "the most is 4T"),
+            ("99999999999999999999T", "with a unit"),
+            ("18446744073709551615T", "the most is 4T"),
+            ("abc", "with a unit"),
+            ("", "with a unit"),
+            ("-1M", "with a unit"),
+            ("256", "with a unit"),
+            ("40961K", "multiple of 4096"),
+        ] {
+            let error = text.parse::<MemorySize>().unwrap_err().to_string();
+            assert!(error.contains(cure), "{text}: {error}");
+            assert!(error.contains(text), "{text}: {error}");
+        }
+    }
+
+    #[test]
+    fn disks_are_read_from_options() {
+        let disk: DiskConfig = "path=/a/b.img,id=data,ro".parse().unwrap();
+        let expected = DiskConfig { path: "/a/b.img".into(), id: "data".into(), read_only: true };
+        assert_eq!(disk, expected);
+    }
+
+    #[test]
+    fn bad_disk_options_are_refused() {
+        for text in ["", "ro", "path=", "path=x,rw=1", "path=x,id=", "path=x,id=a/b", "x"] {
+            assert!(text.parse::<DiskConfig>().is_err(), "{text}");
+        }
+    }
+
+    #[test]
+    fn validation_finds_what_cannot_be() {
+        assert_eq!(config().validate(), Ok(()));
+        let cpus = VmConfig { cpus: 0, ..config() };
+        assert_eq!(cpus.validate(), Err(ConfigError::Cpus(0)));
+        let cpus = VmConfig { cpus: 1000, ..config() };
+        assert_eq!(cpus.validate(), Err(ConfigError::Cpus(1000)));
+        let long = VmConfig { cmdline_append: "x".repeat(3000), ..config() };
+        assert!(matches!(long.validate(), Err(ConfigError::CmdlineTooLong { .. })));
+        let control = VmConfig { cmdline_append: "a\nb".into(), ..config() };
+        assert_eq!(control.validate(), Err(ConfigError::CmdlineCharacter('\n')));
+        let disk: DiskConfig = "path=x,id=a".parse().unwrap();
+        let twice = VmConfig { disks: vec![disk.clone(), disk.clone()], ..config() };
+        assert_eq!(twice.validate(), Err(ConfigError::DuplicateId("a".into())));
+        let disk = DiskConfig { id: String::new(), ..disk };
+        let many = VmConfig { disks: vec![disk; 40], ..config() };
+        assert!(matches!(many.validate(), Err(ConfigError::TooManyDevices { .. })));
+    }
+
+    #[test]
+    fn a_configuration_survives_json() {
+        let config = VmConfig { rootfs: Some("r.img".into()), ..config() };
+        let text = serde_json::to_string(&config).unwrap();
+        assert_eq!(serde_json::from_str::<VmConfig>(&text).unwrap(), config);
+    }
+}

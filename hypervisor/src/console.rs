@@ -1,0 +1,128 @@
+//! The serial console's output on the host: the last part of it is always kept, and it can be
+//! passed on as it comes.
+//!
+//! The guest writes from its vCPU thread, which must not wait for whoever reads: passing on goes
+//! through a bounded channel to a thread, and what does not fit is dropped and counted.
+
+use std::collections::VecDeque;
+use std::io::{self, Write};
+use std::sync::atomic::{AtomicU64, Ordering};
+use std::sync::mpsc::{SyncSender, TrySendError, sync_channel};
+use std::sync::{Arc, Mutex, PoisonError};
+
+/// Bytes of output that are kept.
+const KEPT: usize = 32 * 1024;
+/// Pieces on their way to a slow reader.
+const QUEUE: usize = 4096;
+
+/// Where console output goes. Clones share it.
+#[derive(Clone, Debug, Default)]
+pub struct ConsoleLog {
+    ring: Arc<Mutex<VecDeque<u8>>>,
+    dropped: Arc<AtomicU64>,
+    forward: Option<SyncSender<Vec<u8>>>,
+}
+
+impl ConsoleLog {
+    /// Keeps the last output only.
+    pub fn new() -> Self {
+        Self::default()
+    }
+
+    /// Also writes it to `sink`, on a thread of its own that ends with the last clone.
+    pub fn forwarding(mut sink: impl Write + Send + 'static) -> io::Result<Self> {
+        let (sender, receiver) = sync_channel::<Vec<u8>>(QUEUE);
+        std::thread::Builder::new().name("console".to_owned()).spawn(move || {
+            while let Ok(piece) = receiver.recv() {
+                if sink.write_all(&piece).and_then(|()| sink.flush()).is_err() {
+                    return;
+                }
+            }
+        })?;
+        Ok(Self { forward: Some(sender), ..Self::default() })
+    }
+
+    /// The last `lines` lines, without control characters that could upset a terminal.
+    pub fn tail(&self, lines: usize) -> Vec<String> {
+        let bytes: Vec<u8> = {
+            let ring = self.ring.lock().unwrap_or_else(PoisonError::into_inner);
+            ring.iter().copied().collect()
+        };
+        let text = String::from_utf8_lossy(&bytes);
+        let mut tail: Vec<String> = text
+            .lines()
+            .map(|line| line.chars().filter(|c| !c.is_control()).collect::<String>())
+            .filter(|line| !line.trim().is_empty())
+            .collect();
+        tail.drain(..tail.len().saturating_sub(lines));
+        tail
+    }
+
+    /// Bytes that a slow reader did not get.
+    pub fn dropped(&self) -> u64 {
+        self.dropped.load(Ordering::Relaxed)
+    }
+}
+
+impl Write for ConsoleLog {
+    fn write(&mut self, data: &[u8]) -> io::Result<usize> {
+        let mut ring = self.ring.lock().unwrap_or_else(PoisonError::into_inner);
+        let data_end = data.get(data.len().saturating_sub(KEPT)..).unwrap_or_default();
+        let excess = (ring.len() + data_end.len()).saturating_sub(KEPT);
+        ring.drain(..excess);
+        ring.extend(data_end);
+        drop(ring);
+        if let Some(forward) = &self.forward
+            && let Err(TrySendError::Full(_)) = forward.try_send(data.to_vec())
+        {
+            self.dropped.fetch_add(data.len() as u64, Ordering::Relaxed);
+        }
+        Ok(data.len())
+    }
+
+    fn flush(&mut self) -> io::Result<()> {
+        Ok(())
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn the_last_lines_are_kept() {
+        let mut log = ConsoleLog::new();
+        for line in 0..10_000 {
+            write!(log, "line {line}\r\n").unwrap();
+        }
+        assert_eq!(log.tail(2), ["line 9998", "line 9999"]);
+        assert!(log.ring.lock().unwrap().len() <= KEPT);
+    }
+
+    #[test]
+    fn escape_sequences_do_not_reach_the_terminal() {
+        let mut log = ConsoleLog::new();
+        log.write_all(b"\x1b[2Jhello\x07\n\n").unwrap();
+        assert_eq!(log.tail(5), ["[2Jhello"]);
+    }
+
+    #[test]
+    fn a_reader_that_stalls_costs_bytes_and_not_time() {
+        struct Stalled(std::sync::mpsc::Receiver<()>);
+        impl Write for Stalled {
+            fn write(&mut self, data: &[u8]) -> io::Result<usize> {
+                let _ = self.0.recv();
+                Ok(data.len())
+            }
+            fn flush(&mut self) -> io::Result<()> {
+                Ok(())
+            }
+        }
+        let (_keep, never) = std::sync::mpsc::channel();
+        let mut log = ConsoleLog::forwarding(Stalled(never)).unwrap();
+        for _ in 0..2 * QUEUE {
+            log.write_all(b"x").unwrap();
+        }
+        assert!(log.dropped() > 0);
+    }
+}

@@ -1,0 +1,186 @@
+//! The control thread: the one that changes a VM's state.
+//!
+//! Every command that holds a VM waits in [`Control::next`], which carries out the api requests
+//! and tells what else has happened.
+
+use std::sync::mpsc::{Receiver, SyncSender};
+use std::time::{Duration, Instant};
+
+use guest_protocol::{Client, Hello, PowerOff};
+
+use crate::agent::Guest;
+use crate::api::{ErrorKind, Info, Reply, Request, StopHow};
+use crate::event::{Call, Event, Events};
+use crate::outcome::Outcome;
+use crate::state;
+use crate::vcpu::VcpuError;
+use crate::vm::Vm;
+
+/// What a command that holds a VM reacts to.
+#[derive(Debug)]
+pub enum Happening {
+    /// The guest has ended so. The VM stands still.
+    Ended(Outcome),
+    /// The agent says hello for the first time.
+    Ready,
+    /// What was waited for outside the VM is over.
+    Finished,
+    /// This process got a signal.
+    Signal(i32),
+    /// The time given is over.
+    TimedOut,
+}
+
+/// A VM with the events that concern it.
+pub struct Control {
+    vm: Vm,
+    events: Events,
+    receiver: Receiver<Event>,
+    hello: Option<Hello>,
+    /// When a guest that was asked to end is ended by force.
+    force_at: Option<Instant>,
+}
+
+impl Control {
+    /// Takes over a VM.
+    pub fn new(vm: Vm, events: Events, receiver: Receiver<Event>) -> Self {
+        Self { vm, events, receiver, hello: None, force_at: None }
+    }
+
+    /// The VM.
+    pub fn vm(&self) -> &Vm {
+        &self.vm
+    }
+
+    /// Lets the guest run for the first time.
+    pub fn start(&mut self) -> Result<(), VcpuError> {
+        self.vm.start()
+    }
+
+    /// Waits for the next thing that happens, until `deadline`.
+    pub fn next(&mut self, deadline: Option<Instant>) -> Happening {
+        loop {
+            let until = [deadline, self.force_at].into_iter().flatten().min();
+            match self.receive(until) {
+                Some(Event::Ended) => return self.ended(),
+                Some(Event::Signal(signal)) => return Happening::Signal(signal),
+                Some(Event::Finished) => return Happening::Finished,
+                Some(Event::Call(call)) => {
+                    if let Some(happening) = self.serve(call) {
+                        return happening;
+                    }
+                }
+                Some(Event::Ready(hello)) => {
+                    if self.hello.replace(hello).is_none() {
+                        return Happening::Ready;
+                    }
+                }
+                None if self.force_at.is_some_and(|at| at <= Instant::now()) => {
+                    tracing::warn!("the guest did not end in time and is ended by force");
+                    return self.kill();
+                }
+                None => return Happening::TimedOut,
+            }
+        }
+    }
+
+    fn receive(&self, until: Option<Instant>) -> Option<Event> {
+        match until {
+            Some(until) => {
+                let left = until.saturating_duration_since(Instant::now());
+                self.receiver.recv_timeout(left).ok()
+            }
+            None => self.receiver.recv().ok(),
+        }
+    }
+
+    fn ended(&mut self) -> Happening {
+        self.vm.end();
+        Happening::Ended(self.events.outcome().cloned().unwrap_or(Outcome::Stopped))
+    }
+
+    /// Ends the guest at once.
+    pub fn kill(&mut self) -> Happening {
+        self.events.end(Outcome::Stopped);
+        self.ended()
+    }
+
+    /// Asks the guest to sync its file systems and power off; by force after `grace`.
+    pub fn power_off(&mut self, grace: Duration) {
+        self.force_at = Some(Instant::now() + grace);
+        let guest = Guest(self.vm.vsock().clone());
+        let ask = move || {
+            let asked =
+                Client::connect(guest).and_then(|mut client| client.power_off(PowerOff::Poweroff));
+            if let Err(error) = asked {
+                tracing::warn!(%error, "the agent could not be asked to power off");
+            }
+        };
+        if let Err(error) = std::thread::Builder::new().name("power-off".to_owned()).spawn(ask) {
+            tracing::warn!(%error, "the agent could not be asked to power off");
+        }
+    }
+
+    /// Carries out an api call; something for the command if the call ended the VM.
+    fn serve(&mut self, call: Call) -> Option<Happening> {
+        let Call { request, reply } = call;
+        if let Err(illegal) = state::check(self.vm.state(), &request) {
+            answer(&reply, error(ErrorKind::Illegal, &illegal));
+            return None;
+        }
+        match request {
+            Request::Info => answer(&reply, Reply::Info(Box::new(self.info()))),
+            Request::Pause => {
+                let paused = self.vm.pause().map(crate::vm::Paused::keep);
+                answer(&reply, done(paused));
+            }
+            Request::Resume => answer(&reply, done(self.vm.resume())),
+            Request::Stop { how, timeout_ms } => {
+                let happening = self.stop(how, Duration::from_millis(timeout_ms));
+                answer(&reply, Reply::Done);
+                return happening;
+            }
+        }
+        None
+    }
+
+    fn stop(&mut self, how: StopHow, timeout: Duration) -> Option<Happening> {
+        // A guest that stands still, or has no agent, cannot be asked.
+        let moves = self.vm.state() == state::VmState::Running;
+        match how {
+            StopHow::PowerOff if moves && self.hello.is_some() => self.power_off(timeout),
+            StopHow::PowerButton if moves => {
+                self.force_at = Some(Instant::now() + timeout);
+                self.vm.press_power_button();
+            }
+            _ => return Some(self.kill()),
+        }
+        None
+    }
+
+    fn info(&self) -> Info {
+        let config = self.vm.config().clone();
+        Info {
+            state: self.vm.state(),
+            ready: self.hello.is_some(),
+            hello: self.hello.clone(),
+            pid: std::process::id(),
+            version: env!("CARGO_PKG_VERSION").to_owned(),
+            vsock: config.vsock.clone(),
+            config,
+        }
+    }
+}
+
+fn error(kind: ErrorKind, error: &impl std::fmt::Display) -> Reply {
+    Reply::Error { kind, message: error.to_string() }
+}
+
+fn done(result: Result<(), VcpuError>) -> Reply {
+    result.map_or_else(|failed| error(ErrorKind::Failed, &failed), |()| Reply::Done)
+}
+
+fn answer(reply: &SyncSender<Reply>, with: Reply) {
+    // A caller that has gone does not want to know.
+    let _ = reply.try_send(with);
+}

@@ -1,0 +1,189 @@
+//! The KVM API, as far as a VM as a whole is concerned. With [`crate::vcpu`] the only place that
+//! issues KVM ioctls.
+
+use std::os::unix::fs::OpenOptionsExt;
+use std::path::Path;
+
+use devices::event::Event;
+use devices::ids::Gsi;
+use devices::memory::Memory;
+use devices::virtio::mmio::{Doorbell, QUEUE_NOTIFY};
+use kvm_bindings::kvm_userspace_memory_region;
+use kvm_ioctls::{Cap, IoEventAddress, Kvm, VcpuFd, VmFd};
+use vm_memory::{GuestMemoryBackend, GuestMemoryRegion};
+
+use crate::layout;
+
+/// Where the kernel offers KVM.
+pub const DEVICE: &str = "/dev/kvm";
+
+/// The only version of the KVM API there has been since 2007.
+const API_VERSION: i32 = 12;
+
+/// Why there is no VM.
+#[derive(Debug, thiserror::Error)]
+pub enum KvmError {
+    /// The device does not exist.
+    #[error(
+        "/dev/kvm does not exist: this machine offers no KVM; load kvm_intel or kvm_amd, or enable nested virtualization (see `cube-vmm doctor`)"
+    )]
+    Missing,
+    /// The device exists and this user may not use it.
+    #[error("/dev/kvm may not be opened by this user; add the user to group kvm or run as root")]
+    Permission,
+    /// Opening failed otherwise.
+    #[error("/dev/kvm cannot be opened: {0}")]
+    Open(std::io::Error),
+    /// Not the KVM that everybody has.
+    #[error("/dev/kvm speaks API version {0}, expected 12")]
+    ApiVersion(i32),
+    /// The kernel's KVM is too old, or a variant.
+    #[error("this kernel's KVM lacks {0}; use a newer kernel")]
+    Capability(&'static str),
+    /// A call failed.
+    #[error("KVM refused to {what}: {source}")]
+    Call {
+        /// What was tried.
+        what: &'static str,
+        /// The reason.
+        source: kvm_ioctls::Error,
+    },
+}
+
+fn refused(what: &'static str) -> impl Fn(kvm_ioctls::Error) -> KvmError {
+    move |source| KvmError::Call { what, source }
+}
+
+/// An open `/dev/kvm` that has what a VM needs.
+#[derive(Debug)]
+pub struct Host {
+    kvm: Kvm,
+}
+
+impl Host {
+    /// Opens [`DEVICE`].
+    pub fn open() -> Result<Self, KvmError> {
+        Self::open_at(Path::new(DEVICE))
+    }
+
+    fn open_at(path: &Path) -> Result<Self, KvmError> {
+        use std::io::ErrorKind;
+        use std::os::fd::{FromRawFd, IntoRawFd};
+        let file = std::fs::OpenOptions::new()
+            .read(true)
+            .write(true)
+            .custom_flags(libc::O_CLOEXEC)
+            .open(path)
+            .map_err(|error| match error.kind() {
+                ErrorKind::NotFound => KvmError::Missing,
+                ErrorKind::PermissionDenied => KvmError::Permission,
+                _ => KvmError::Open(error),
+            })?;
+        // SAFETY: the descriptor was just opened, is owned by nobody else, and is the KVM device
+        // as far as a path can tell; on any other file the ioctl below fails.
+        let kvm = unsafe { Kvm::from_raw_fd(file.into_raw_fd()) };
+        match kvm.get_api_version() {
+            API_VERSION => Ok(Self { kvm }),
+            version => Err(KvmError::ApiVersion(version)),
+        }
+    }
+
+    /// The device, for questions about the host.
+    pub fn kvm(&self) -> &Kvm {
+        &self.kvm
+    }
+
+    /// Checks the capabilities that a VM cannot do without.
+    pub fn check_capabilities(&self) -> Result<(), KvmError> {
+        for (capability, name) in [
+            (Cap::Irqchip, "KVM_CAP_IRQCHIP"),
+            (Cap::Irqfd, "KVM_CAP_IRQFD"),
+            (Cap::Ioeventfd, "KVM_CAP_IOEVENTFD"),
+            (Cap::UserMemory, "KVM_CAP_USER_MEMORY"),
+            (Cap::ImmediateExit, "KVM_CAP_IMMEDIATE_EXIT"),
+            (Cap::SetTssAddr, "KVM_CAP_SET_TSS_ADDR"),
+            (Cap::ExtCpuid, "KVM_CAP_EXT_CPUID"),
+        ] {
+            if !self.kvm.check_extension(capability) {
+                return Err(KvmError::Capability(name));
+            }
+        }
+        Ok(())
+    }
+
+    /// Makes an empty VM.
+    pub fn create_vm(&self) -> Result<VmHandle, KvmError> {
+        let vm = self.kvm.create_vm().map_err(refused("create a VM"))?;
+        Ok(VmHandle { vm })
+    }
+}
+
+/// A VM in the kernel.
+#[derive(Debug)]
+pub struct VmHandle {
+    vm: VmFd,
+}
+
+impl VmHandle {
+    /// Makes the interrupt controllers in the kernel. Before the first vCPU. There is no PIT: a
+    /// guest of ours has the local APIC timer and the paravirtual clock.
+    pub fn create_irqchip(&self) -> Result<(), KvmError> {
+        self.vm
+            .set_identity_map_address(layout::KVM_IDENTITY_MAP)
+            .map_err(refused("place the identity map"))?;
+        let tss = layout::KVM_TSS as usize;
+        self.vm.set_tss_address(tss).map_err(refused("place the TSS"))?;
+        self.vm.create_irq_chip().map_err(refused("create the interrupt controllers"))
+    }
+
+    /// Gives the guest its RAM.
+    pub fn map_memory(&self, memory: &Memory) -> Result<(), KvmError> {
+        for (slot, region) in memory.iter().enumerate() {
+            let mapping = kvm_userspace_memory_region {
+                slot: slot as u32,
+                flags: 0,
+                guest_phys_addr: region.start_addr().0,
+                memory_size: region.len(),
+                userspace_addr: region.as_ptr() as u64,
+            };
+            // SAFETY: the range is a live mapping of that length, the VM owner keeps a clone of
+            // `memory` for as long as vCPUs can run, and slots are used once each.
+            unsafe { self.vm.set_user_memory_region(mapping) }
+                .map_err(refused("map guest memory"))?;
+        }
+        Ok(())
+    }
+
+    /// Makes `event` raise an edge on line `gsi`. After [`VmHandle::create_irqchip`].
+    pub fn connect_interrupt(&self, gsi: Gsi, event: &Event) -> Result<(), KvmError> {
+        self.vm.register_irqfd(event.eventfd(), gsi.0).map_err(refused("connect an interrupt"))
+    }
+
+    /// Makes writes to a queue's notify register at `base` signal its event, in the kernel.
+    pub fn connect_doorbell(&self, base: u64, doorbell: &Doorbell) -> Result<(), KvmError> {
+        let address = IoEventAddress::Mmio(base + QUEUE_NOTIFY);
+        let value = u32::from(doorbell.queue.0);
+        self.vm
+            .register_ioevent(doorbell.event.eventfd(), &address, value)
+            .map_err(refused("connect a doorbell"))
+    }
+
+    /// Makes a vCPU.
+    pub fn create_vcpu(&self, id: u32) -> Result<VcpuFd, KvmError> {
+        self.vm.create_vcpu(u64::from(id)).map_err(refused("create a vCPU"))
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_missing_device_and_one_that_is_none_are_told_apart() {
+        let missing = Host::open_at(Path::new("/nonexistent/kvm")).unwrap_err();
+        assert!(matches!(missing, KvmError::Missing));
+        assert!(missing.to_string().contains("doctor"));
+        let other = Host::open_at(Path::new("/dev/null")).unwrap_err();
+        assert!(matches!(other, KvmError::ApiVersion(_)));
+    }
+}
