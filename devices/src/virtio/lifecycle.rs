@@ -5,17 +5,18 @@
 //! DRIVER_OK until reset; writes that come in a state where they are not allowed are refused with
 //! [`AccessError::NotNow`] and change nothing.
 
+mod state;
+
 use std::error::Error;
 
-use serde::{Deserialize, Serialize};
 use virtio_queue::{Queue, QueueT};
 
-use super::queue::{ActiveQueue, QueueFault, QueueLines, QueueRecord};
+pub use self::state::{LifecycleState, SavedQueue};
+use super::queue::{ActiveQueue, QueueFault, QueueLines};
 use super::{Activation, Identity, Notifier, StartError, VirtioDevice, feature};
 use crate::bus::AccessError;
 use crate::ids::{DeviceId, QueueIndex};
-use crate::memory::Memory;
-use crate::snapshot::{Record, RestoreError, SaveError, Schema, to_record};
+use crate::memory::{GuestAddress, Memory};
 
 /// Status bits (virtio 1.3, section 2.1).
 pub mod status {
@@ -154,10 +155,16 @@ impl Lifecycle {
         }
         // NEEDS_RESET is the device's; a driver that wrote back what it read may set it.
         let value = value & !status::NEEDS_RESET;
-        if self.status & !value != 0 {
-            return Err(AccessError::NotNow(u64::from(value)));
-        }
         let added = value & !self.status;
+        let refused = Err(AccessError::NotNow(u64::from(value)));
+        // Bits are only cleared by a reset, after giving up nothing else is left, and there is no
+        // DRIVER_OK without the features that an earlier write settled.
+        if self.status & !value != 0 || self.status & status::FAILED != 0 {
+            return refused;
+        }
+        if added & status::DRIVER_OK != 0 && self.status & status::FEATURES_OK == 0 {
+            return refused;
+        }
         if added & status::FAILED != 0 {
             self.fail();
             return Ok(());
@@ -167,7 +174,7 @@ impl Lifecycle {
             self.status |= status::FEATURES_OK;
         }
         if added & status::DRIVER_OK != 0 {
-            self.driver_ok(value)?;
+            self.driver_ok();
         }
         Ok(())
     }
@@ -177,23 +184,23 @@ impl Lifecycle {
         known && self.driver_features & feature::VERSION_1 != 0 && self.status & status::DRIVER != 0
     }
 
-    fn driver_ok(&mut self, value: u8) -> Result<(), AccessError> {
-        if self.status & status::FEATURES_OK == 0 {
-            return Err(AccessError::NotNow(u64::from(value)));
-        }
+    fn driver_ok(&mut self) {
         self.status |= status::DRIVER_OK;
-        match self.active_queues() {
+        match self.active_queues(&self.queues, self.driver_features) {
             Ok(queues) => self.start(queues),
             Err(fault) => {
                 tracing::warn!(device = %self.id, %fault, "device not started");
                 self.notifier.needs_reset();
             }
         }
-        Ok(())
     }
 
-    fn active_queues(&self) -> Result<Vec<ActiveQueue>, QueueFault> {
-        let ready = self.queues.iter().zip(&self.lines).enumerate();
+    fn active_queues(
+        &self,
+        queues: &[Queue],
+        features: u64,
+    ) -> Result<Vec<ActiveQueue>, QueueFault> {
+        let ready = queues.iter().zip(&self.lines).enumerate();
         ready
             .filter(|(_, (queue, _))| queue.ready())
             .map(|(index, (queue, lines))| {
@@ -201,8 +208,7 @@ impl Lifecycle {
                 let index = QueueIndex(index as u16);
                 let queue =
                     Queue::try_from(state).map_err(|_| QueueFault::Setup { queue: index })?;
-                let (memory, lines) = (self.memory.clone(), lines.clone());
-                ActiveQueue::new(index, queue, memory, lines, self.driver_features)
+                ActiveQueue::new(index, queue, self.memory.clone(), lines.clone(), features)
             })
             .collect()
     }
@@ -288,7 +294,8 @@ impl Lifecycle {
         queue.try_set_size(size).map_err(|_| refused)
     }
 
-    /// Sets half of a ring's address. Only on a queue that is not ready, as for the size.
+    /// Sets half of a ring's address. Only on a queue that is not ready, as for the size; an
+    /// address that is not aligned as virtio 1.3, section 2.7, demands is refused.
     pub fn set_ring_address(
         &mut self,
         index: u16,
@@ -296,17 +303,23 @@ impl Lifecycle {
         high: bool,
         value: u32,
     ) -> Result<(), AccessError> {
+        let refused = AccessError::NotNow(u64::from(index));
+        let before = self.ring_address(index, ring);
         let queue = self.configurable(index)?;
         if queue.ready() {
-            return Err(AccessError::NotNow(u64::from(index)));
+            return Err(refused);
         }
-        let (low, high) = if high { (None, Some(value)) } else { (Some(value), None) };
+        let value = u64::from(value);
+        let address = GuestAddress(match high {
+            true => before & 0xffff_ffff | value << 32,
+            false => before & !0xffff_ffff | value,
+        });
         match ring {
-            Ring::Descriptors => queue.set_desc_table_address(low, high),
-            Ring::Available => queue.set_avail_ring_address(low, high),
-            Ring::Used => queue.set_used_ring_address(low, high),
+            Ring::Descriptors => queue.try_set_desc_table_address(address),
+            Ring::Available => queue.try_set_avail_ring_address(address),
+            Ring::Used => queue.try_set_used_ring_address(address),
         }
-        Ok(())
+        .map_err(|_| refused)
     }
 
     /// Makes a queue ready or not. Only between FEATURES_OK and DRIVER_OK.
@@ -364,79 +377,6 @@ impl Lifecycle {
             self.start(queues);
         }
     }
-
-    /// Takes the state. Only legal while not live.
-    pub fn save(&self) -> Result<LifecycleState, SaveError> {
-        let parked: &[ActiveQueue] = match &self.phase {
-            Phase::Live => return Err(SaveError::Running("virtio device")),
-            Phase::Parked(queues) => queues,
-            Phase::Idle => &[],
-        };
-        let configured = self.queues.iter().enumerate().map(|(index, queue)| {
-            let active = parked.iter().find(|active| usize::from(active.index().0) == index);
-            SavedQueue {
-                ready: queue.ready(),
-                ring: active.map_or_else(|| idle_record(index, queue), ActiveQueue::record),
-            }
-        });
-        Ok(LifecycleState {
-            status: self.status,
-            needs_reset: self.notifier.wants_reset(),
-            parked: matches!(self.phase, Phase::Parked(_)),
-            driver_features: self.driver_features,
-            queues: configured.collect(),
-            device: self.device.save_record()?,
-        })
-    }
-
-    /// Applies a state, which is not trusted, to a fresh device.
-    pub fn restore(&mut self, state: LifecycleState) -> Result<(), RestoreError> {
-        let invalid = |field, value: String| RestoreError::Invalid {
-            kind: LifecycleState::KIND,
-            field,
-            value,
-        };
-        if let Phase::Live | Phase::Parked(_) = self.phase {
-            return Err(RestoreError::Running("virtio device"));
-        }
-        if state.driver_features & !self.offered() != 0 {
-            return Err(invalid("driver_features", format!("{:#x}", state.driver_features)));
-        }
-        if state.queues.len() != self.queues.len() {
-            return Err(invalid("queues", state.queues.len().to_string()));
-        }
-        let mut queues = Vec::with_capacity(self.queues.len());
-        for (saved, queue) in state.queues.iter().zip(&self.queues) {
-            let mut restored = saved.ring.to_queue(queue.max_size())?;
-            restored.set_ready(saved.ready);
-            queues.push(restored);
-        }
-        self.device.restore_record(state.device)?;
-        self.queues = queues;
-        self.status = state.status;
-        self.driver_features = state.driver_features;
-        if state.parked {
-            let active = self.active_queues();
-            let active = active.map_err(|fault| invalid("queues", fault.to_string()))?;
-            self.phase = Phase::Parked(active);
-        }
-        if state.needs_reset {
-            self.notifier.needs_reset();
-        }
-        Ok(())
-    }
-}
-
-fn idle_record(index: usize, queue: &Queue) -> QueueRecord {
-    QueueRecord {
-        index: index as u16,
-        size: queue.size(),
-        desc_table: queue.desc_table(),
-        avail_ring: queue.avail_ring(),
-        used_ring: queue.used_ring(),
-        next_avail: queue.next_avail(),
-        next_used: queue.next_used(),
-    }
 }
 
 fn word(features: u64, select: u32) -> u32 {
@@ -444,43 +384,5 @@ fn word(features: u64, select: u32) -> u32 {
         0 => features as u32,
         1 => (features >> 32) as u32,
         _ => 0,
-    }
-}
-
-/// One queue in a snapshot.
-#[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
-pub struct SavedQueue {
-    /// True if the driver made it ready.
-    pub ready: bool,
-    /// Its rings.
-    pub ring: QueueRecord,
-}
-
-/// The saved form of a device with its lifecycle.
-#[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
-pub struct LifecycleState {
-    /// The status register, less NEEDS_RESET.
-    pub status: u8,
-    /// The device had asked for a reset.
-    pub needs_reset: bool,
-    /// It was live when the VM was paused.
-    pub parked: bool,
-    /// Negotiated features.
-    pub driver_features: u64,
-    /// All queues, in order.
-    pub queues: Vec<SavedQueue>,
-    /// The device's own record.
-    pub device: Record,
-}
-
-impl Schema for LifecycleState {
-    const KIND: &'static str = "virtio-lifecycle";
-    const VERSION: u32 = 1;
-}
-
-impl LifecycleState {
-    /// As a record of its own.
-    pub fn into_record(self) -> Result<Record, SaveError> {
-        to_record(&self)
     }
 }

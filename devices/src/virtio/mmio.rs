@@ -229,6 +229,14 @@ impl Snapshot for MmioTransport {
     }
 
     fn restore(&mut self, state: MmioState) -> Result<(), RestoreError> {
+        if state.interrupt_status & !(USED_BUFFER | CONFIG_CHANGE) != 0 {
+            let value = format!("{:#x}", state.interrupt_status);
+            return Err(RestoreError::Invalid {
+                kind: MmioState::KIND,
+                field: "interrupt_status",
+                value,
+            });
+        }
         self.lifecycle.restore(state.lifecycle)?;
         self.interrupt_status.store(state.interrupt_status, Ordering::Release);
         self.device_features_select = state.device_features_select;

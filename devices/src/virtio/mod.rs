@@ -119,7 +119,13 @@ impl Notifier {
 
     /// The driver has reset the device. For transports.
     pub fn clear(&self) {
-        self.needs_reset.store(false, Ordering::Release);
+        self.restore(false);
+    }
+
+    /// Takes over from a record whether the device wants a reset. Raises no interrupt. For
+    /// transports.
+    pub fn restore(&self, needs_reset: bool) {
+        self.needs_reset.store(needs_reset, Ordering::Release);
     }
 }
 

@@ -57,6 +57,9 @@ pub enum QueueFault {
     },
 }
 
+/// Flag of the available ring: the driver is polling.
+const AVAIL_NO_INTERRUPT: u16 = 1;
+
 /// Where a queue's doorbell and interrupt go; owned by the transport, shared with the device.
 #[derive(Clone, Debug)]
 pub struct QueueLines {
@@ -74,6 +77,9 @@ pub struct ActiveQueue {
     memory: Memory,
     lines: QueueLines,
     indirect: bool,
+    event_idx: bool,
+    /// Chains were completed since the driver was last notified.
+    unreported: bool,
 }
 
 impl ActiveQueue {
@@ -85,9 +91,10 @@ impl ActiveQueue {
         lines: QueueLines,
         features: u64,
     ) -> Result<Self, QueueFault> {
-        queue.set_event_idx(features & feature::RING_EVENT_IDX != 0);
+        let event_idx = features & feature::RING_EVENT_IDX != 0;
+        queue.set_event_idx(event_idx);
         let indirect = features & feature::RING_INDIRECT_DESC != 0;
-        let this = Self { index, queue, memory, lines, indirect };
+        let this = Self { index, queue, memory, lines, indirect, event_idx, unreported: false };
         if this.rings_are_valid() { Ok(this) } else { Err(QueueFault::Setup { queue: index }) }
     }
 
@@ -178,16 +185,34 @@ impl ActiveQueue {
     /// Like [`ActiveQueue::complete`], for a device that has kept only the head.
     pub fn complete_head(&mut self, head: u16, len: u32) -> Result<(), QueueFault> {
         let rings = self.rings();
-        self.queue.add_used(&self.memory, head, len).map_err(rings)
+        self.queue.add_used(&self.memory, head, len).map_err(rings)?;
+        self.unreported = true;
+        Ok(())
     }
 
-    /// Interrupts the driver if it asked to hear of the chains completed since the last call.
+    /// Interrupts the driver if it asked to hear of the chains completed since the last call;
+    /// never without any.
     pub fn notify(&mut self) -> Result<(), QueueFault> {
-        let rings = self.rings();
-        if self.queue.needs_notification(&self.memory).map_err(rings)? {
+        if std::mem::take(&mut self.unreported) && self.driver_listens()? {
             self.lines.interrupt.raise();
         }
         Ok(())
+    }
+
+    fn driver_listens(&mut self) -> Result<bool, QueueFault> {
+        let rings = self.rings();
+        let by_index = self.queue.needs_notification(&self.memory).map_err(&rings)?;
+        if self.event_idx {
+            return Ok(by_index);
+        }
+        // Without indices the driver has a flag (virtio 1.3, section 2.7.7). The call above has
+        // put the used ring before this read.
+        let flags: u16 = self
+            .memory
+            .load(GuestAddress(self.queue.avail_ring()), Ordering::Relaxed)
+            .map_err(virtio_queue::Error::GuestMemory)
+            .map_err(rings)?;
+        Ok(u16::from_le(flags) & AVAIL_NO_INTERRUPT == 0)
     }
 
     /// Asks the driver to notify of new chains; true if some came meanwhile, so pop again.
