@@ -14,4 +14,6 @@ pub mod irq;
 pub mod legacy;
 pub mod memory;
 pub mod snapshot;
+#[cfg(any(test, feature = "testing"))]
+pub mod testing;
 pub mod virtio;

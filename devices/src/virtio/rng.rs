@@ -173,3 +173,6 @@ impl Snapshot for Rng {
         Ok(())
     }
 }
+
+#[cfg(test)]
+mod tests;

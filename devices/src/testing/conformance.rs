@@ -1,0 +1,88 @@
+//! What every virtio device must stand, whatever it does.
+
+mod hostile;
+mod life;
+mod registers;
+
+use super::driver::GuestDriver;
+use crate::executor::{Executor, ExecutorHandle};
+use crate::virtio::VirtioDevice;
+
+type Make<'a> = Box<dyn Fn(ExecutorHandle) -> Box<dyn VirtioDevice> + 'a>;
+type Exercise<'a> = Box<dyn Fn(&mut GuestDriver) + 'a>;
+
+/// Runs all checks on devices from `make`; see [`Conformance`].
+pub fn conformance(make: impl Fn(ExecutorHandle) -> Box<dyn VirtioDevice>) {
+    Conformance::new(make).run();
+}
+
+/// The checks, and what they need to know of the device.
+pub struct Conformance<'a> {
+    make: Make<'a>,
+    exercise: Exercise<'a>,
+    answers: Vec<u16>,
+    executor: Executor,
+}
+
+impl<'a> Conformance<'a> {
+    /// Checks devices from `make`. Each call must give a device that a record of another one can
+    /// be restored into.
+    pub fn new(make: impl Fn(ExecutorHandle) -> Box<dyn VirtioDevice> + 'a) -> Self {
+        Self {
+            make: Box::new(make),
+            exercise: Box::new(|_| {}),
+            answers: Vec::new(),
+            executor: Executor::spawn("conformance").unwrap(),
+        }
+    }
+
+    /// `exercise` is an exchange with the device, which must succeed on a device that was just
+    /// initialized, after each ordeal, and any number of times in a row.
+    pub fn exercise(mut self, exercise: impl Fn(&mut GuestDriver) + 'a) -> Self {
+        self.exercise = Box::new(exercise);
+        self
+    }
+
+    /// On `queues` the device gives each chain back at once, or asks for a reset; on the others it
+    /// may keep a chain until it has a use for it.
+    pub fn answers(mut self, queues: &[u16]) -> Self {
+        self.answers = queues.to_vec();
+        self
+    }
+
+    /// Runs all checks.
+    pub fn run(&self) {
+        registers::check(self);
+        hostile::check(self);
+        life::check(self);
+    }
+
+    fn device(&self) -> Box<dyn VirtioDevice> {
+        (self.make)(self.executor.handle())
+    }
+
+    /// A driver with a fresh device.
+    fn driver(&self) -> GuestDriver {
+        GuestDriver::new(self.device())
+    }
+
+    /// A driver with a live device.
+    fn live(&self) -> GuestDriver {
+        let mut driver = self.driver();
+        driver.initialize();
+        driver
+    }
+
+    /// Expects the live device to do its work.
+    fn exercise_now(&self, driver: &mut GuestDriver) {
+        (self.exercise)(driver);
+        assert!(!driver.needs_reset(), "the device wants a reset");
+    }
+
+    /// Expects the device, in whatever state, to work after a reset.
+    fn recovers(&self, driver: &mut GuestDriver) {
+        driver.reset();
+        driver.initialize();
+        self.exercise_now(driver);
+    }
+}
