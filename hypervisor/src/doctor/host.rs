@@ -10,22 +10,26 @@ use std::process;
 
 use super::check::Check;
 
-/// Tries every device, system call and file system that CubeVMM may use.
-pub(super) fn examine() -> Vec<Check> {
+/// Every device, system call and file system that CubeVMM may use. Those that may have to load a
+/// kernel module come last.
+pub(super) const CHECKS: &[fn() -> Check] =
+    &[reflink_cache, reflink_tmp, lab, userfaultfd, tun, vhost_net, vhost_vsock];
+
+fn reflink_cache() -> Check {
     let environment = |name: &str| env::var_os(name).map(PathBuf::from);
-    vec![
-        tun(),
-        userfaultfd(),
-        reflink("reflink-cache", &existing_ancestor(&cache_directory(environment))),
-        reflink("reflink-tmp", &env::temp_dir()),
-        vhost("vhost-net", Path::new("/dev/vhost-net"), "frames bypass the VMM; not needed"),
-        vhost(
-            "vhost-vsock",
-            Path::new("/dev/vhost-vsock"),
-            "CubeVMM has its own vsock; not needed",
-        ),
-        lab(env::var_os("PATH").map(|path| env::split_paths(&path).collect()).unwrap_or_default()),
-    ]
+    reflink("reflink-cache", &existing_ancestor(&cache_directory(environment)))
+}
+
+fn reflink_tmp() -> Check {
+    reflink("reflink-tmp", &env::temp_dir())
+}
+
+fn vhost_net() -> Check {
+    vhost("vhost-net", Path::new("/dev/vhost-net"), "frames bypass the VMM; not needed")
+}
+
+fn vhost_vsock() -> Check {
+    vhost("vhost-vsock", Path::new("/dev/vhost-vsock"), "CubeVMM has its own vsock; not needed")
 }
 
 fn open_both_ways(path: &Path) -> io::Result<File> {
@@ -174,11 +178,17 @@ fn vhost(name: &'static str, path: &Path, meaning: &'static str) -> Check {
 }
 
 /// The lab runs Linux guests on hosts whose own KVM cannot.
-fn lab(search: Vec<PathBuf>) -> Check {
+fn lab() -> Check {
+    let path = env::var_os("PATH").unwrap_or_default();
+    lab_in(env::split_paths(&path))
+}
+
+fn lab_in(mut search: impl Iterator<Item = PathBuf>) -> Check {
     const NAME: &str = "lab";
     const PROGRAM: &str = "qemu-system-x86_64";
     const MEANING: &str = "tests/lab/run gives an emulated host with KVM where this one has none";
-    match search.iter().map(|directory| directory.join(PROGRAM)).find(|path| path.is_file()) {
+    let found = search.find(|directory| directory.join(PROGRAM).is_file());
+    match found.map(|directory| directory.join(PROGRAM)) {
         Some(path) => Check::ok(NAME, path.display().to_string(), MEANING),
         None => {
             let cure = "tests/lab/setup --install-packages";
@@ -241,8 +251,8 @@ mod tests {
     #[test]
     fn the_lab_needs_qemu_on_the_path() {
         let directory = TempDir::new().unwrap();
-        assert_eq!(lab(vec![directory.as_path().to_owned()]).status, Status::Missing);
+        assert_eq!(lab_in([directory.as_path().to_owned()].into_iter()).status, Status::Missing);
         File::create(directory.as_path().join("qemu-system-x86_64")).unwrap();
-        assert_eq!(lab(vec![directory.as_path().to_owned()]).status, Status::Ok);
+        assert_eq!(lab_in([directory.as_path().to_owned()].into_iter()).status, Status::Ok);
     }
 }
