@@ -241,3 +241,6 @@ impl Snapshot for Block {
         Ok(())
     }
 }
+
+#[cfg(test)]
+mod tests;

@@ -106,20 +106,22 @@ fn open(path: &Path, read_only: bool) -> Result<File, DiskError> {
     let mut options = OpenOptions::new();
     // Non-blocking has no effect on storage and keeps a named pipe from holding us up.
     options.read(true).write(!read_only).custom_flags(libc::O_NONBLOCK);
-    options.open(path).map_err(|source| {
-        let path = path.to_owned();
-        match source.raw_os_error() {
-            Some(libc::ENOENT | libc::ENOTDIR) => DiskError::NotFound(path),
-            Some(libc::EISDIR) => DiskError::Directory(path),
-            Some(libc::EACCES | libc::EPERM) if read_only => {
-                DiskError::Denied { path, access: "reading" }
-            }
-            Some(libc::EACCES | libc::EPERM) => DiskError::Denied { path, access: "writing" },
-            Some(libc::EROFS) => DiskError::ReadOnly(path),
-            Some(libc::ENXIO) => DiskError::NotStorage(path),
-            _ => DiskError::Open { path, source },
+    options.open(path).map_err(|source| open_error(path, read_only, source))
+}
+
+fn open_error(path: &Path, read_only: bool, source: io::Error) -> DiskError {
+    let path = path.to_owned();
+    match source.raw_os_error() {
+        Some(libc::ENOENT | libc::ENOTDIR) => DiskError::NotFound(path),
+        Some(libc::EISDIR) => DiskError::Directory(path),
+        Some(libc::EACCES | libc::EPERM) if read_only => {
+            DiskError::Denied { path, access: "reading" }
         }
-    })
+        Some(libc::EACCES | libc::EPERM) => DiskError::Denied { path, access: "writing" },
+        Some(libc::EROFS) => DiskError::ReadOnly(path),
+        Some(libc::ENXIO) => DiskError::NotStorage(path),
+        _ => DiskError::Open { path, source },
+    }
 }
 
 /// Takes the file for ourselves, or with other readers if `shared`. The lock belongs to the open
@@ -433,3 +435,6 @@ fn mark_dirty(slices: &[MemorySlice<'_>], bytes: usize) {
         left -= len;
     }
 }
+
+#[cfg(test)]
+mod tests;

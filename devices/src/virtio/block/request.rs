@@ -149,3 +149,6 @@ pub fn ranges(data: &[u8], command: Command, limits: Limits) -> Result<Ranges, S
     }
     Ok(found)
 }
+
+#[cfg(test)]
+mod tests;
