@@ -52,6 +52,21 @@ pub struct LadderReport {
     pub stamps: Vec<Mark>,
 }
 
+impl LadderReport {
+    /// As a table for people: the time of each step, and since the one before.
+    pub fn render(&self) -> String {
+        let millis = |ns: u64| ns as f64 / 1e6;
+        let mut text = format!("{:<24}{:>12}{:>12}\n", "boot ladder", "at", "took");
+        let mut before = 0;
+        for mark in &self.stamps {
+            let took = millis(mark.ns.saturating_sub(before));
+            text += &format!("{:<24}{:>9.2} ms{:>9.2} ms\n", mark.name, millis(mark.ns), took);
+            before = mark.ns;
+        }
+        text
+    }
+}
+
 /// Collects marks. Clones share them.
 #[derive(Clone, Debug)]
 pub struct Ladder {
@@ -124,6 +139,15 @@ mod tests {
         let names: Vec<_> = report.stamps.iter().map(|mark| mark.name.as_str()).collect();
         assert_eq!(names, [step::EXEC, step::VM_CREATED, step::USERSPACE, "guest stamp 0x33"]);
         assert!(report.stamps.is_sorted_by_key(|mark| mark.ns));
+    }
+
+    #[test]
+    fn the_table_has_a_row_for_each_step() {
+        let mark = |name: &str, ns| Mark { name: name.to_owned(), ns, monotonic_ns: 7 + ns };
+        let stamps = vec![mark(step::EXEC, 0), mark(step::VM_CREATED, 2_500_000)];
+        let table = LadderReport { exec_monotonic_ns: 7, stamps }.render();
+        let last = table.lines().last().unwrap();
+        assert_eq!(last, "T1 vm created                2.50 ms     2.50 ms");
     }
 
     #[test]

@@ -137,7 +137,7 @@ mod tests {
                 + 8 * size_of::<hvm_memmap_table_entry>()) as u64;
         assert!(start_info_end <= layout::BOOT_PARAMS);
         assert!(layout::BOOT_PARAMS + size_of::<boot_params>() as u64 <= layout::BOOT_STACK);
-        assert!(layout::PAGE_TABLES + 6 * 0x1000 <= layout::STAMP_CODE);
+        const { assert!(layout::PAGE_TABLES + 6 * 0x1000 <= layout::STAMP_CODE) };
         assert!(layout::CMDLINE + layout::CMDLINE_MAX as u64 <= layout::LOW_RAM_END);
     }
 }

@@ -50,7 +50,8 @@ pub struct VmOptions {
     #[arg(long, value_enum, default_value_t = ProtocolOption::Auto)]
     pub boot_protocol: ProtocolOption,
 
-    /// Write the boot ladder (when each step of the boot was reached) to FILE as JSON
+    /// Write the boot ladder (when each step of the boot was reached) to FILE as JSON; - prints it
+    /// to standard error as a table
     #[arg(long, value_name = "FILE")]
     pub trace: Option<PathBuf>,
 

@@ -82,15 +82,26 @@ pub fn run(options: &RunOptions, ladder: Ladder) -> anyhow::Result<u8> {
     Ok(code)
 }
 
-fn check_writable(path: &Path) -> anyhow::Result<()> {
+/// Stands for standard error, as a table.
+const TABLE: &str = "-";
+
+/// Finds out before the boot whether the ladder can be written after it.
+pub fn check_writable(path: &Path) -> anyhow::Result<()> {
     use anyhow::Context;
+    if path.as_os_str() == TABLE {
+        return Ok(());
+    }
     let file = std::fs::OpenOptions::new().create(true).append(true).open(path);
     file.map(drop).with_context(|| format!("trace file {} cannot be written", path.display()))
 }
 
-/// Writes the ladder as JSON.
+/// Writes the ladder as JSON, or as a table to standard error.
 pub fn write_trace(path: &Path, ladder: &Ladder) -> anyhow::Result<()> {
     use anyhow::Context;
+    if path.as_os_str() == TABLE {
+        eprint!("{}", ladder.report().render());
+        return Ok(());
+    }
     let mut text = serde_json::to_string_pretty(&ladder.report())?;
     text.push('\n');
     std::fs::write(path, text)

@@ -7,7 +7,7 @@ use clap::Args;
 use nix::sys::signal::Signal;
 
 use super::options::VmOptions;
-use super::run::write_trace;
+use super::run::{check_writable, write_trace};
 use crate::agent::watch_for_hello;
 use crate::api_socket::ApiSocket;
 use crate::builder::{self, Observers};
@@ -48,6 +48,9 @@ pub fn start(options: &StartOptions, ladder: Ladder) -> anyhow::Result<u8> {
     let mut config = options.vm.config(true)?;
     let vsock = options.vsock.clone().unwrap_or_else(|| beside(&options.api_socket));
     config.vsock = Some(vsock);
+    if let Some(path) = &options.vm.trace {
+        check_writable(path)?;
+    }
     let socket = ApiSocket::bind(&options.api_socket)?;
     let (events, receiver) = Events::channel();
     let stamp_entry = options.vm.trace.is_some();

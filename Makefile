@@ -1,0 +1,66 @@
+# Two targets do all there is: `make demo` shows a guest, `make test` proves the project.
+# Both install what they need on Debian and Ubuntu and take seconds when nothing has changed.
+
+SHELL := /bin/bash
+.SHELLFLAGS := -euo pipefail -c
+.DEFAULT_GOAL := help
+
+TARGET := $(if $(CARGO_TARGET_DIR),$(CARGO_TARGET_DIR),target)
+VMM := $(TARGET)/release/cube-vmm
+step = @printf '\n\033[1m== %s\033[0m\n' '$(1)' >&2
+
+.PHONY: help demo test build packages kernel rootfs lint unit native guest bench clean
+
+help: ## Show this text
+	@grep -hE '^[a-z]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 12
+
+demo: build ## Install, build, boot a guest, run a command in it, print the boot ladder
+	$(call step,A command in a guest)
+	@tests/demo $(VMM)
+
+test: build lint unit native guest ## Install, build, and run every check and test
+
+build: packages ## Build the VMM, the guest kernel and the root image
+	$(call step,VMM)
+	@cargo build --release -p cube-vmm -p cube-benches
+	$(call step,Guest kernel (the first time takes about ten minutes))
+	@guest-kernel/build.sh
+	$(call step,Root image)
+	@rootfs/build.sh
+
+packages: ## Install the packages that the other targets need (asks sudo if need be)
+	@tests/packages
+
+kernel: packages ## Build the guest kernel only
+	@guest-kernel/build.sh
+
+rootfs: packages ## Build the root image only
+	@rootfs/build.sh
+
+lint: ## Check format and lints
+	$(call step,Format and lints)
+	@cargo fmt --all --check
+	@cargo clippy --workspace --all-targets --all-features -- -D warnings
+
+unit: ## Run the tests that need no KVM
+	$(call step,Unit tests)
+	@cargo test --workspace --exclude cube-tests
+	@cargo test -p cube-tests --lib --test faults
+
+native: ## Run the tests of tiny guests, on any /dev/kvm
+	$(call step,Tiny guests)
+	@if [ -e /dev/kvm ]; then cargo test -p cube-tests --test kvm; \
+	else echo 'no /dev/kvm here: in the lab' >&2; \
+	     cargo test -p cube-tests --test kvm --no-run; \
+	     tests/lab/run -- cargo test --offline -p cube-tests --test kvm; fi
+
+guest: ## Run the tests of Linux guests, on hardware KVM or in the lab
+	$(call step,Linux guests)
+	@cargo test -p cube-tests --test boot --test api
+
+bench: build ## Measure the boot (see benches/README.md for more)
+	$(call step,Floor)
+	@$(TARGET)/release/floor
+
+clean: ## Remove what was built here; the caches of kernel and lab stay
+	@cargo clean
