@@ -4,7 +4,7 @@ use crate::refusal::Refusal;
 use guest_protocol::{Hello, Info, PROTOCOL_VERSION, Renew};
 use nix::errno::Errno;
 use nix::sys::time::TimeSpec;
-use nix::time::{ClockId, clock_settime};
+use nix::time::{ClockId, clock_gettime, clock_settime};
 use nix::unistd::sethostname;
 use std::fs::{self, OpenOptions};
 use std::os::fd::AsRawFd;
@@ -31,14 +31,12 @@ pub fn hello(root: String) -> Hello {
 /// What the agent says when asked.
 pub fn info(hello: &Hello, processes: usize) -> Info {
     let memory = read("/proc/meminfo");
-    let uptime = read("/proc/uptime");
-    let seconds: f64 = uptime.split(' ').next().and_then(|text| text.parse().ok()).unwrap_or(0.0);
+    let uptime = clock_gettime(ClockId::CLOCK_BOOTTIME).map_or(Duration::ZERO, Duration::from);
     let cpus = std::thread::available_parallelism().map_or(1, std::num::NonZero::get);
     Info {
         hello: hello.clone(),
         hostname: read("/proc/sys/kernel/hostname"),
-        uptime_ms: Duration::try_from_secs_f64(seconds)
-            .map_or(0, |uptime| u64::try_from(uptime.as_millis()).unwrap_or(u64::MAX)),
+        uptime_ms: u64::try_from(uptime.as_millis()).unwrap_or(u64::MAX),
         cpus: u32::try_from(cpus).unwrap_or(u32::MAX),
         memory_total_kib: kib(&memory, "MemTotal:"),
         memory_available_kib: kib(&memory, "MemAvailable:"),
