@@ -47,6 +47,8 @@ pub struct Session {
     input: Option<(Pump, UnixStream)>,
 }
 
+const SIGKILL: i32 = 9;
+
 struct Pump {
     stream: Stream,
     thread: JoinHandle<io::Result<()>>,
@@ -83,30 +85,39 @@ impl Session {
         spawn.stdin = stdio.stdin.is_some();
         spawn.stdout = stdio.stdout.is_some();
         spawn.stderr = stdio.stderr.is_some() && spawn.tty.is_none();
-        let has_stderr = spawn.stderr;
+        let stderr = stdio.stderr.filter(|_| spawn.stderr);
         let mut client = Client::connect(connector)?;
         let spawned = client.spawn(spawn)?;
-        let attach = |stream| client.attach(spawned.process, stream);
-
-        let mut outputs = Vec::new();
-        for (stream, fd) in
-            [(Stream::Stdout, stdio.stdout), (Stream::Stderr, stdio.stderr.filter(|_| has_stderr))]
-        {
-            let Some(fd) = fd else { continue };
-            let connection = attach(stream)?;
-            outputs.push(Pump::start(stream, move || pump::to_host(connection, fd))?);
+        let mut session = Self { client, spawned, outputs: Vec::new(), input: None };
+        let connected = session
+            .connect_output(Stream::Stdout, stdio.stdout)
+            .and_then(|()| session.connect_output(Stream::Stderr, stderr))
+            .and_then(|()| session.connect_input(stdio.stdin));
+        if let Err(error) = connected {
+            // Nobody would know of it, so it must not go on. Best effort: the guest may be gone.
+            let _ = session.client.signal_group(spawned.process, SIGKILL);
+            let _ = session.client.release(spawned.process);
+            return Err(error);
         }
-        let input = match stdio.stdin {
-            None => None,
-            Some(fd) => {
-                let connection = attach(Stream::Stdin)?;
-                let failed = |source| Error::Forward { stream: Stream::Stdin, source };
-                let (stop, stopped) = UnixStream::pair().map_err(failed)?;
-                let work = move || pump::to_guest(fd, connection, stopped);
-                Some((Pump::start(Stream::Stdin, work)?, stop))
-            }
-        };
-        Ok(Self { client, spawned, outputs, input })
+        Ok(session)
+    }
+
+    fn connect_output(&mut self, stream: Stream, fd: Option<OwnedFd>) -> Result<(), Error> {
+        let Some(fd) = fd else { return Ok(()) };
+        let connection = self.client.attach(self.spawned.process, stream)?;
+        self.outputs.push(Pump::start(stream, move || pump::to_host(connection, fd))?);
+        Ok(())
+    }
+
+    fn connect_input(&mut self, fd: Option<OwnedFd>) -> Result<(), Error> {
+        let Some(fd) = fd else { return Ok(()) };
+        let stream = Stream::Stdin;
+        let connection = self.client.attach(self.spawned.process, stream)?;
+        let pair = UnixStream::pair();
+        let (stop, stopped) = pair.map_err(|source| Error::Forward { stream, source })?;
+        let pump = Pump::start(stream, move || pump::to_guest(fd, connection, stopped))?;
+        self.input = Some((pump, stop));
+        Ok(())
     }
 
     /// The command's names in the guest.
