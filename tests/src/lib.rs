@@ -1,0 +1,1 @@
+//! CubeVMM's tests, which look in from outside: each is an explicit `[[test]]` target of this crate.
