@@ -23,6 +23,7 @@
 
 mod conformance;
 mod driver;
+mod stub;
 
 use std::sync::Arc;
 use std::sync::atomic::{AtomicU32, Ordering};
@@ -30,6 +31,9 @@ use std::time::{Duration, Instant};
 
 pub use self::conformance::{Conformance, conformance};
 pub use self::driver::{Buffer, Descriptor, GuestDriver, Used, flags, register};
+pub use self::stub::{
+    Call, STUB_CONFIG_LEN, STUB_FEATURES, STUB_QUEUES, Stub, StubDesk, StubState,
+};
 use crate::irq::Interrupt;
 use crate::memory::{GuestAddress, Memory};
 use crate::snapshot::{RestoreError, Stateful};

@@ -300,3 +300,6 @@ impl io::Write for ChainWriter<'_> {
         Ok(())
     }
 }
+
+#[cfg(test)]
+mod tests;

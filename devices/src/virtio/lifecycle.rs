@@ -386,3 +386,6 @@ fn word(features: u64, select: u32) -> u32 {
         _ => 0,
     }
 }
+
+#[cfg(test)]
+mod tests;

@@ -246,3 +246,6 @@ impl Snapshot for MmioTransport {
         Ok(())
     }
 }
+
+#[cfg(test)]
+mod tests;

@@ -293,3 +293,6 @@ impl QueueRecord {
         })
     }
 }
+
+#[cfg(test)]
+mod tests;
