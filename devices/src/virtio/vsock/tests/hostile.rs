@@ -1,0 +1,1 @@
+//! What neither guests nor programs should do.
