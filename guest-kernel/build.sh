@@ -17,7 +17,7 @@ readonly BUILD_PACKAGES=(
 SCRIPT=$(realpath "${BASH_SOURCE[0]}")
 HERE=$(dirname "$SCRIPT")
 REPOSITORY=$(dirname "$HERE")
-FRAGMENT_DIR=${KERNEL_FRAGMENTS:-$HERE/fragments}
+FRAGMENT_DIR=$(realpath -m "${KERNEL_FRAGMENTS:-$HERE/fragments}")
 TARBALL_DIR=${KERNEL_TARBALLS:-/usr/src}
 JOBS=${JOBS:-$(nproc)}
 STARTED=$SECONDS
@@ -26,13 +26,14 @@ install_packages=no
 check_only=no
 
 # Set by the functions below.
-tarball=      # packaged source archive, or empty
-source_tree=  # unpacked source
-version=      # MAJOR.MINOR of the source
-fragments=()  # fragment files that apply to that version
-work=         # scratch directory of this run
-log=          # full output of the tools
-make_pid=
+tarball=       # packaged source archive, or empty
+source_tree=   # unpacked source
+version=       # MAJOR.MINOR of the source
+fragments=()   # files with the options to set
+work=          # scratch directory of this run
+log=           # full output of the tools
+make_kernel=() # how to call make in it
+make_pid=      # while it compiles
 
 usage() {
     cat <<TEXT
@@ -224,15 +225,10 @@ find_source() {
 
 # --- Fragments -----------------------------------------------------------------
 
-# A fragment called NAME-since-X.Y.config applies to source X.Y and later only.
 choose_fragments() {
     local file
     for file in "$FRAGMENT_DIR"/*.config; do
         [[ -f $file ]] || die "no fragments (*.config) in $FRAGMENT_DIR"
-        if [[ $file =~ -since-([0-9]+\.[0-9]+)\.config$ ]] &&
-            ! at_least "$version" "${BASH_REMATCH[1]}"; then
-            continue
-        fi
         fragments+=("$file")
     done
 }
@@ -271,27 +267,37 @@ requested_options() {
 }
 
 # Compare the finished configuration with the fragments, and name each
-# difference. An option that the source does not have counts as "not set".
+# difference. An option that the source does not have counts as "not set"; only
+# fragments called *-if-known.config may ask for such options.
 check_configuration() { # REQUESTED CONFIG
-    local option value place found reason wrong=0 known=$work/known
-    while IFS=$'\t' read -r option value place; do
-        found=$(awk -v option="$option" -F = '$1 == option { print substr($0, length(option) + 2) }' "$2")
-        found=${found:-n}
-        [[ $found != "$value" ]] || continue
-        if [[ ! -e $known ]]; then
-            find "$source_tree" -name 'Kconfig*' -type f -exec cat {} + |
-                awk '$1 == "config" || $1 == "menuconfig" { print $2 }' | sort -u >"$known"
-        fi
-        if grep -qxF "${option#CONFIG_}" "$known"; then
-            reason='a dependency is missing, or another option forces it'
-        else
+    local option value place found reason wrong=0
+    local known=$work/known unknown=()
+    find "$source_tree" -name 'Kconfig*' -type f -exec cat {} + |
+        awk '$1 == "config" || $1 == "menuconfig" { print $2 }' | sort -u >"$known"
+    while IFS=$'\t' read -r option value found place; do
+        reason='a dependency is missing, or another option forces it'
+        if ! grep -qxF "${option#CONFIG_}" "$known"; then
+            if [[ $place == *-if-known.config:* ]]; then
+                unknown+=("$option")
+                continue
+            fi
             reason="Linux $version has no such option"
         fi
         printf 'build.sh: %s: %s asked for %s, got %s (%s)\n' "$place" "$option" \
             "$(readable "$value")" "$(readable "$found")" "$reason" >&2
         wrong=$((wrong + 1))
-    done <"$1"
+    done < <(awk -F '\t' -v OFS='\t' '
+        NR == FNR {
+            if (/^CONFIG_/) got[substr($0, 1, index($0, "=") - 1)] = substr($0, index($0, "=") + 1)
+            next
+        }
+        { found = ($1 in got) ? got[$1] : "n" }
+        found != $2 { print $1, $2, found, $3 }
+    ' "$2" "$1")
     ((wrong == 0)) || die "$wrong of the requested options did not come out as asked"
+    if ((${#unknown[@]})); then
+        say "left out, as Linux $version does not have them: ${unknown[*]}"
+    fi
 }
 
 readable() {
@@ -324,12 +330,6 @@ cache_key() {
     } | sha256sum | cut -c 1-20
 }
 
-run_make() {
-    make -C "$source_tree" O="$work/build" ARCH=x86 \
-        KBUILD_BUILD_USER=cubevmm KBUILD_BUILD_HOST=cubevmm \
-        KBUILD_BUILD_VERSION=1 KBUILD_BUILD_TIMESTAMP='Thu Jan 1 00:00:00 UTC 1970' "$@"
-}
-
 unpack() {
     [[ -n $tarball ]] || return 0
     say "unpacking $(basename "$tarball")"
@@ -347,16 +347,19 @@ unpack() {
 configure() {
     say "configuring Linux $version from ${#fragments[@]} fragments"
     mkdir "$work/build"
+    make_kernel=(make -C "$source_tree" O="$work/build" ARCH=x86
+        KBUILD_BUILD_USER=cubevmm KBUILD_BUILD_HOST=cubevmm
+        KBUILD_BUILD_VERSION=1 KBUILD_BUILD_TIMESTAMP='Thu Jan 1 00:00:00 UTC 1970')
     requested_options >"$work/requested" || die 'the fragments contradict themselves'
     {
-        run_make allnoconfig
+        "${make_kernel[@]}" allnoconfig
         # Merging only concatenates here: conflicts were refused above.
         (cd "$work/build" && "$source_tree/scripts/kconfig/merge_config.sh" -m -O "$work" \
             "${fragments[@]}" && mv "$work/.config" "$work/merged")
         # With the merged file as the preset, allnoconfig says no to every
         # option that only became visible through an option of the fragments.
-        run_make KCONFIG_ALLCONFIG="$work/merged" allnoconfig
-        run_make olddefconfig
+        "${make_kernel[@]}" KCONFIG_ALLCONFIG="$work/merged" allnoconfig
+        "${make_kernel[@]}" olddefconfig
     } >>"$log" 2>&1 || die_with_log 'the configuration could not be made'
     check_configuration "$work/requested" "$work/build/.config"
     say "configuration is as asked: $(grep -c '=y$' "$work/build/.config") options on"
@@ -365,7 +368,7 @@ configure() {
 compile() {
     local begun=$SECONDS seconds next=$PROGRESS_SECONDS status=0
     say "compiling with $JOBS processes"
-    run_make -j "$JOBS" vmlinux >>"$log" 2>&1 9>&- &
+    "${make_kernel[@]}" -j "$JOBS" vmlinux >>"$log" 2>&1 9>&- &
     make_pid=$!
     while kill -0 "$make_pid" 2>/dev/null; do
         sleep 1
@@ -379,6 +382,9 @@ compile() {
     wait "$make_pid" || status=$?
     make_pid=
     ((status == 0)) || die_with_log "the compilation failed (exit code $status)"
+    seconds=$((SECONDS - begun))
+    say "$(printf 'compiled %d objects in %02d:%02d' "$(grep -cE '^  (CC|AS) ' "$log")" \
+        $((seconds / 60)) $((seconds % 60)))"
 }
 
 finish() {
@@ -435,7 +441,10 @@ main() {
     local argument cache directory key
     for argument in "$@"; do
         case $argument in
-            --help | -h) usage && exit 0 ;;
+            --help | -h)
+                usage
+                exit 0
+                ;;
             --install-packages) install_packages=yes ;;
             --check-config) check_only=yes ;;
             *) die "unknown argument '$argument' (see --help)" ;;
@@ -451,6 +460,7 @@ main() {
     unset ARCH CROSS_COMPILE KBUILD_OUTPUT KCONFIG_CONFIG KCONFIG_ALLCONFIG MAKEFLAGS MAKELEVEL \
         MFLAGS KCFLAGS KCPPFLAGS KAFLAGS LOCALVERSION CC HOSTCC CFLAGS LDFLAGS LLVM
     export LC_ALL=C TZ=UTC
+    exec </dev/null
 
     if [[ $install_packages == yes ]]; then
         install_everything
@@ -472,6 +482,7 @@ main() {
 
     if [[ ! -f $directory/vmlinux ]]; then
         trap cleanup EXIT
+        trap 'exit 129' HUP
         trap 'exit 130' INT
         trap 'exit 143' TERM
         exec 9>"$directory.lock"
