@@ -4,6 +4,7 @@ mod driver;
 mod hostile;
 mod lifecycle;
 mod opening;
+mod programs;
 mod stack;
 mod streams;
 
