@@ -7,16 +7,12 @@ use guest_protocol::Stream;
 use nix::sys::signal::Signal;
 use std::fs::File;
 use std::io::{self, Read, Write};
-use std::net::Shutdown;
 use std::os::fd::{AsFd, OwnedFd};
 use std::os::unix::net::UnixStream;
 use std::time::{Duration, Instant};
 
 /// As much as a pipe holds, and as one packet of vsock carries.
 const BUFFER: usize = 64 << 10;
-
-/// How long the host may take to close a connection that the agent has ended.
-const CLOSE_TIMEOUT: Duration = Duration::from_secs(5);
 
 /// How a stream came to its end.
 enum End {
@@ -41,11 +37,13 @@ pub fn run(process: &Process, stream: Stream, end: OwnedFd, mut connection: Unix
         End::Ended => {
             drop(file);
             process.give_back(stream, None);
-            close(connection);
+            // Closed as a whole: all has been sent, in order, and some VMMs do not pass half a
+            // close on.
+            drop(connection);
         }
         End::Lingered => {
             process.give_back(stream, None);
-            close(connection);
+            drop(connection);
             discard(&mut file);
         }
         End::Lost if process.keep_streams => process.give_back(stream, Some(file.into())),
@@ -156,13 +154,6 @@ fn ready(
         [(Some(fd), event), (Some(sink.as_fd()), CLOSED), (Some(process.pidfd.as_fd()), READABLE)];
     let [_, closed, exited] = watch::wait(watched, None)?;
     Ok(closed & CLOSED == 0 && exited == 0)
-}
-
-/// Ends the connection, and gives the host the time to take what is on the way.
-fn close(connection: UnixStream) {
-    if connection.shutdown(Shutdown::Write).is_ok() {
-        let _ = watch::wait([(Some(connection.as_fd()), GONE)], Some(CLOSE_TIMEOUT));
-    }
 }
 
 /// Reads and forgets, so that whoever writes is neither blocked nor killed.

@@ -32,11 +32,11 @@ pub enum Request {
     /// stream that the process was spawned with and that is not attached. Answer:
     /// [`Response::Done`], and from there on raw bytes in one direction:
     ///
-    /// - stdin: the host sends and ends with a shutdown of its sending side. The agent closes the
-    ///   connection when the process reads no more.
-    /// - stdout, stderr: the agent sends and ends with a shutdown of its sending side, when all
-    ///   has been sent, see [`Spawn::linger_ms`]. The host sends nothing; if it closes the
-    ///   connection, the process's end is closed too, see [`Spawn::keep_streams`].
+    /// - stdin: the host sends, and ends the stream by a shutdown of its sending side. The agent
+    ///   closes the connection when the process reads no more, or has got it all.
+    /// - stdout, stderr: the agent sends, and closes the connection when all has been sent, see
+    ///   [`Spawn::linger_ms`]. The host sends nothing; if it closes the connection, the process's
+    ///   end is closed too, see [`Spawn::keep_streams`].
     Attach {
         /// Whose stream.
         process: ProcessId,

@@ -84,6 +84,8 @@ fn boot() -> Result<Infallible, Error> {
 
 /// The agent proper.
 fn agent(root: String) -> Result<Infallible, Error> {
+    // Not the name of PID 1, for whoever looks at the processes.
+    let _ = fs::write("/proc/self/comm", "cube-agent");
     // The last to go when memory runs out; its children set themselves back.
     let _ = fs::write("/proc/self/oom_score_adj", "-1000");
     // One heap for all threads, and buffers that are given back: memory is the guest's, not ours.
