@@ -6,16 +6,25 @@
 //! A device's own tests start with one line, which runs a few hundred checks of its registers, its
 //! rings and its life:
 //!
-//! ```ignore
+//! ```
+//! use devices::testing::conformance;
+//! use devices::virtio::rng::{Rng, host_entropy};
+//!
 //! conformance(|executor| Box::new(Rng::new(executor, host_entropy)));
 //! ```
 //!
 //! With an exchange that must succeed after each ordeal, and the queues on which the device answers
 //! every chain at once, the checks are sharper:
 //!
-//! ```ignore
+//! ```
+//! use devices::testing::{Buffer, Conformance};
+//! use devices::virtio::rng::{Rng, host_entropy};
+//!
 //! Conformance::new(|executor| Box::new(Rng::new(executor, host_entropy)))
-//!     .exercise(|driver| { let buffer = driver.alloc(16); driver.exchange(0, &[Buffer::writable(buffer, 16)]); })
+//!     .exercise(|driver| {
+//!         let buffer = driver.alloc(16);
+//!         assert_eq!(driver.exchange(0, &[Buffer::writable(buffer, 16)]), 16);
+//!     })
 //!     .answers(&[0])
 //!     .run();
 //! ```
