@@ -44,8 +44,8 @@ finished vmlinux as the only line on standard output. Progress and errors go to
 standard error.
 
 Options:
-  --install-packages  first install the build tools and the newest fitting Linux
-                      source package with apt-get (needs root)
+  --install-packages  first install what is missing of the build tools and a Linux
+                      source package, with apt-get (and sudo if not root)
   --check-config      only make the configuration and check that every option
                       came out as asked; compiles and prints nothing
   --help              show this text
@@ -152,19 +152,40 @@ newest_packaged_source() {
     [[ -n $best ]] && printf 'linux-source-%s\n' "$best"
 }
 
-install_everything() {
-    local package
+# Install what is missing; a machine that has everything is left alone.
+install_what_is_missing() {
+    local package missing=() as_root=() install
     command -v apt-get >/dev/null || die '--install-packages needs apt-get, which is not here'
-    [[ $(id -u) == 0 ]] || die '--install-packages needs root'
-    if ! package=$(newest_packaged_source); then
+    for package in "${BUILD_PACKAGES[@]}"; do
+        is_installed "$package" || missing+=("$package")
+    done
+    if [[ -z ${KERNEL_SRC:-} ]] && ! (find_source) 2>/dev/null; then
+        missing+=(source)
+    fi
+    ((${#missing[@]})) || return 0
+    if [[ $(id -u) != 0 ]]; then
+        command -v sudo >/dev/null || die '--install-packages needs root, or sudo'
+        as_root=(sudo)
+    fi
+    if [[ ${missing[-1]} == source ]] && ! package=$(newest_packaged_source); then
         say 'updating the package lists'
-        apt-get update >&2 || die 'apt-get update failed'
+        "${as_root[@]}" apt-get update >&2 || die 'apt-get update failed'
         package=$(newest_packaged_source) ||
             die "apt offers no linux-source package of version $MINIMUM_VERSION or later"
     fi
-    say "installing $package and the build tools"
-    DEBIAN_FRONTEND=noninteractive apt-get install -y --no-install-recommends \
-        "$package" "${BUILD_PACKAGES[@]}" >&2 || die "apt-get could not install $package and the build tools"
+    if [[ ${missing[-1]} == source ]]; then
+        missing[-1]=$package
+    fi
+    say "installing ${missing[*]}"
+    install=("${as_root[@]}" env DEBIAN_FRONTEND=noninteractive
+        apt-get install -y --no-install-recommends "${missing[@]}")
+    # The package lists may be absent or name versions that are gone.
+    "${install[@]}" >&2 || { "${as_root[@]}" apt-get update && "${install[@]}"; } >&2 ||
+        die "apt-get could not install ${missing[*]}"
+}
+
+is_installed() {
+    [[ $(dpkg-query -W -f '${db:Status-Status}' "$1" 2>/dev/null) == installed ]]
 }
 
 check_tools() {
@@ -463,7 +484,7 @@ main() {
     exec </dev/null
 
     if [[ $install_packages == yes ]]; then
-        install_everything
+        install_what_is_missing
     fi
     find_source
     choose_fragments
