@@ -4,11 +4,14 @@
 //! decides what a bad access returns: reads give all-ones, writes vanish, and one line is logged
 //! per kind of fault until a device has used up its budget, so that a guest cannot flood the log.
 //! Devices know offsets, never addresses.
+//!
+//! Devices come and go while the guest runs (PCI BARs move, devices are plugged): an access holds
+//! the bus only while it looks the device up, so a device may change the bus from within a call.
 
 use std::collections::BTreeMap;
 use std::fmt;
 use std::sync::atomic::{AtomicU32, Ordering};
-use std::sync::{Arc, Mutex, PoisonError};
+use std::sync::{Arc, Mutex, PoisonError, RwLock};
 
 /// Why a device refused an access. The guest sees all-ones or nothing; the log sees this.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, thiserror::Error)]
@@ -83,10 +86,10 @@ impl Slot {
     }
 }
 
-/// An address space with devices in it. Filled by the builder, then shared read-only by the vCPUs.
+/// An address space with devices in it, shared by the vCPUs.
 #[derive(Default)]
 pub struct Bus {
-    slots: BTreeMap<u64, Slot>,
+    slots: RwLock<BTreeMap<u64, Arc<Slot>>>,
 }
 
 impl Bus {
@@ -97,7 +100,7 @@ impl Bus {
 
     /// Puts `device` at `base..base+len`.
     pub fn insert(
-        &mut self,
+        &self,
         name: impl Into<String>,
         base: u64,
         len: u64,
@@ -107,14 +110,22 @@ impl Bus {
         let Some(end) = base.checked_add(len).filter(|_| len > 0) else {
             return Err(BusError::BadRange { name, base, len });
         };
-        let before = self.slots.range(..end).next_back();
+        let mut slots = self.slots.write().unwrap_or_else(PoisonError::into_inner);
+        let before = slots.range(..end).next_back();
         if let Some((start, slot)) = before
             && start.saturating_add(slot.len) > base
         {
             return Err(BusError::Overlap { name, base, other: slot.name.clone() });
         }
-        self.slots.insert(base, Slot { len, name, device, faults: AtomicU32::new(0) });
+        slots.insert(base, Arc::new(Slot { len, name, device, faults: AtomicU32::new(0) }));
         Ok(())
+    }
+
+    /// Takes the device away whose range starts at `base`; false if there is none. A call into it
+    /// that is under way ends as it would have.
+    pub fn remove(&self, base: u64) -> bool {
+        let mut slots = self.slots.write().unwrap_or_else(PoisonError::into_inner);
+        slots.remove(&base).is_some()
     }
 
     /// A guest read. Fills `data` with all-ones where there is no device or it refuses.
@@ -147,18 +158,20 @@ impl Bus {
         }
     }
 
-    fn find(&self, address: u64, len: usize) -> Option<(u64, &Slot)> {
-        let (start, slot) = self.slots.range(..=address).next_back()?;
+    fn find(&self, address: u64, len: usize) -> Option<(u64, Arc<Slot>)> {
+        let slots = self.slots.read().unwrap_or_else(PoisonError::into_inner);
+        let (start, slot) = slots.range(..=address).next_back()?;
         let offset = address - start;
         let end = offset.checked_add(len as u64)?;
-        (end <= slot.len).then_some((offset, slot))
+        (end <= slot.len).then(|| (offset, slot.clone()))
     }
 }
 
 impl fmt::Debug for Bus {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        let slots = self.slots.read().unwrap_or_else(PoisonError::into_inner);
         f.debug_map()
-            .entries(self.slots.iter().map(|(base, slot)| (format!("{base:#x}"), &slot.name)))
+            .entries(slots.iter().map(|(base, slot)| (format!("{base:#x}"), &slot.name)))
             .finish()
     }
 }
@@ -188,7 +201,7 @@ mod tests {
     }
 
     fn bus_with_register() -> Bus {
-        let mut bus = Bus::new();
+        let bus = Bus::new();
         bus.insert("register", 0x1000, 4, Arc::new(Mutex::new(Register(7)))).unwrap();
         bus
     }
@@ -223,8 +236,16 @@ mod tests {
     }
 
     #[test]
+    fn a_device_that_was_removed_answers_no_more() {
+        let bus = bus_with_register();
+        assert!(bus.remove(0x1000));
+        assert_eq!(read(&bus, 0x1000, 1), [0xff]);
+        assert!(!bus.remove(0x1000));
+    }
+
+    #[test]
     fn overlaps_and_bad_ranges_are_refused() {
-        let mut bus = bus_with_register();
+        let bus = bus_with_register();
         let device = || Arc::new(Mutex::new(Register(0)));
         assert!(matches!(bus.insert("b", 0x1003, 1, device()), Err(BusError::Overlap { .. })));
         assert!(matches!(bus.insert("b", 0xfff, 2, device()), Err(BusError::Overlap { .. })));
