@@ -1,0 +1,11 @@
+//! What the measuring programs of this directory share. `README.md` tells what they measure.
+
+pub mod bare_kvm;
+pub mod host;
+pub mod ladder;
+pub mod peer;
+pub mod process;
+pub mod report;
+pub mod rounds;
+pub mod tiny_guest;
+pub mod vmm;

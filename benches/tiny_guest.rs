@@ -1,0 +1,121 @@
+//! A guest of two dozen bytes in an ELF file that every VMM for Linux can load.
+//!
+//! It has a PVH entry (32-bit) and an ELF entry (64-bit) at the same place, and its instructions
+//! mean the same in both modes. They are plain ones, which a KVM that interprets guests knows, too.
+
+/// What the guest writes to [`DEBUG_PORT`] first.
+pub const STAMP: u8 = 0xf0;
+/// CubeVMM's port for guest stamps.
+pub const DEBUG_PORT: u8 = 0xd4;
+/// Where it is loaded and entered.
+const LOAD_ADDRESS: u64 = 0x10_0000;
+
+const ELF_HEADER_SIZE: usize = 64;
+const PROGRAM_HEADER_SIZE: usize = 56;
+const NOTE_OFFSET: usize = 0x200;
+const CODE_OFFSET: usize = 0x1000;
+
+/// From elf.h and xen/interface/elfnote.h.
+const EM_X86_64: u16 = 62;
+const ET_EXEC: u16 = 2;
+const PT_LOAD: u32 = 1;
+const PT_NOTE: u32 = 4;
+const READ_EXECUTE: u32 = 5;
+const XEN_ELFNOTE_PHYS32_ENTRY: u32 = 18;
+
+/// Says that it runs, writes one byte to the first serial port, and ends the machine in the two
+/// ways there are: ACPI's sleep register where ACPI hardware-reduced VMMs have it (the only one
+/// that Cloud Hypervisor takes for an end), and the keyboard controller (the only one that
+/// Firecracker has). A VMM without the first ignores it.
+#[rustfmt::skip]
+pub const CODE: &[u8] = &[
+    0xb0, STAMP, 0xe6, DEBUG_PORT,              // mov al, STAMP; out DEBUG_PORT, al
+    0x66, 0xba, 0xf8, 0x03, 0xb0, b'x', 0xee,   // mov dx, 0x3f8; mov al, 'x'; out dx, al
+    0x66, 0xba, 0x00, 0x06, 0xb0, 0x34, 0xee,   // mov dx, 0x600; mov al, S5 | enable; out dx, al
+    0xb0, 0xfe, 0xe6, 0x64,                     // mov al, 0xfe; out 0x64, al
+    0xf4, 0xeb, 0xfd,                           // hlt; jmp hlt
+];
+
+/// The ELF file.
+pub fn image() -> Vec<u8> {
+    let note = note();
+    let mut file = elf_header();
+    file.extend(program_header(PT_LOAD, CODE_OFFSET, CODE.len(), 0x1000));
+    file.extend(program_header(PT_NOTE, NOTE_OFFSET, note.len(), 4));
+    file.resize(NOTE_OFFSET, 0);
+    file.extend(note);
+    file.resize(CODE_OFFSET, 0);
+    file.extend(CODE);
+    file
+}
+
+fn elf_header() -> Vec<u8> {
+    // Class 64, little endian, version 1.
+    let mut header = b"\x7fELF\x02\x01\x01".to_vec();
+    header.resize(16, 0);
+    header.extend(ET_EXEC.to_le_bytes());
+    header.extend(EM_X86_64.to_le_bytes());
+    header.extend(1_u32.to_le_bytes());
+    header.extend(LOAD_ADDRESS.to_le_bytes());
+    header.extend((ELF_HEADER_SIZE as u64).to_le_bytes());
+    // No section headers, no flags.
+    header.extend(0_u64.to_le_bytes());
+    header.extend(0_u32.to_le_bytes());
+    for size in [ELF_HEADER_SIZE as u16, PROGRAM_HEADER_SIZE as u16, 2, 0, 0, 0] {
+        header.extend(size.to_le_bytes());
+    }
+    header
+}
+
+fn program_header(kind: u32, offset: usize, size: usize, align: u64) -> Vec<u8> {
+    let address = if kind == PT_LOAD { LOAD_ADDRESS } else { 0 };
+    let (offset, size) = (offset as u64, size as u64);
+    let mut header = Vec::with_capacity(PROGRAM_HEADER_SIZE);
+    header.extend(kind.to_le_bytes());
+    header.extend(READ_EXECUTE.to_le_bytes());
+    for field in [offset, address, address, size, size, align] {
+        header.extend(field.to_le_bytes());
+    }
+    header
+}
+
+fn note() -> Vec<u8> {
+    let (name, entry) = (b"Xen\0", LOAD_ADDRESS.to_le_bytes());
+    let mut note = Vec::new();
+    for field in [name.len() as u32, entry.len() as u32, XEN_ELFNOTE_PHYS32_ENTRY] {
+        note.extend(field.to_le_bytes());
+    }
+    note.extend(name);
+    note.extend(entry);
+    note
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn u64_at(file: &[u8], offset: usize) -> u64 {
+        u64::from_le_bytes(file[offset..offset + 8].try_into().unwrap())
+    }
+
+    #[test]
+    fn the_headers_point_at_the_code_and_the_note() {
+        let file = image();
+        let load = ELF_HEADER_SIZE;
+        let note = load + PROGRAM_HEADER_SIZE;
+        assert_eq!(u64_at(&file, 24), LOAD_ADDRESS);
+        assert_eq!(u64_at(&file, 32), load as u64);
+        let code_offset = u64_at(&file, load + 8) as usize;
+        assert_eq!(&file[code_offset..], CODE);
+        assert_eq!(u64_at(&file, load + 24), LOAD_ADDRESS);
+        let note_offset = u64_at(&file, note + 8) as usize;
+        assert_eq!(&file[note_offset + 12..note_offset + 16], b"Xen\0");
+        assert_eq!(u64_at(&file, note_offset + 16), LOAD_ADDRESS);
+    }
+
+    #[test]
+    fn headers_have_the_sizes_that_elf_gives_them() {
+        assert_eq!(elf_header().len(), ELF_HEADER_SIZE);
+        assert_eq!(program_header(PT_LOAD, 0, 0, 1).len(), PROGRAM_HEADER_SIZE);
+    }
+}
