@@ -13,6 +13,7 @@ pub mod ids;
 pub mod irq;
 pub mod legacy;
 pub mod memory;
+pub mod pci;
 pub mod snapshot;
 #[cfg(any(test, feature = "testing"))]
 pub mod testing;

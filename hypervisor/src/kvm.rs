@@ -7,9 +7,10 @@ use std::path::Path;
 use devices::event::Event;
 use devices::ids::Gsi;
 use devices::memory::Memory;
-use devices::virtio::mmio::{Doorbell, QUEUE_NOTIFY};
-use kvm_bindings::kvm_userspace_memory_region;
-use kvm_ioctls::{Cap, IoEventAddress, Kvm, VcpuFd, VmFd};
+use devices::pci::msix::Message;
+use devices::virtio::transport::Doorbell;
+use kvm_bindings::{kvm_msi, kvm_userspace_memory_region};
+use kvm_ioctls::{Cap, IoEventAddress, Kvm, NoDatamatch, VcpuFd, VmFd};
 use vm_memory::{GuestMemoryBackend, GuestMemoryRegion};
 
 use crate::layout;
@@ -159,13 +160,38 @@ impl VmHandle {
         self.vm.register_irqfd(event.eventfd(), gsi.0).map_err(refused("connect an interrupt"))
     }
 
-    /// Makes writes to a queue's notify register at `base` signal its event, in the kernel.
+    /// Makes the guest's writes to a doorbell of the device at `base` signal its event, in the
+    /// kernel.
     pub fn connect_doorbell(&self, base: u64, doorbell: &Doorbell) -> Result<(), KvmError> {
-        let address = IoEventAddress::Mmio(base + QUEUE_NOTIFY);
-        let value = u32::from(doorbell.queue.0);
-        self.vm
-            .register_ioevent(doorbell.event.eventfd(), &address, value)
-            .map_err(refused("connect a doorbell"))
+        let address = IoEventAddress::Mmio(base + doorbell.offset);
+        let event = doorbell.event.eventfd();
+        match doorbell.value {
+            Some(value) => self.vm.register_ioevent(event, &address, value),
+            None => self.vm.register_ioevent(event, &address, NoDatamatch),
+        }
+        .map_err(refused("connect a doorbell"))
+    }
+
+    /// Undoes [`VmHandle::connect_doorbell`].
+    pub fn disconnect_doorbell(&self, base: u64, doorbell: &Doorbell) -> Result<(), KvmError> {
+        let address = IoEventAddress::Mmio(base + doorbell.offset);
+        let event = doorbell.event.eventfd();
+        match doorbell.value {
+            Some(value) => self.vm.unregister_ioevent(event, &address, value),
+            None => self.vm.unregister_ioevent(event, &address, NoDatamatch),
+        }
+        .map_err(refused("disconnect a doorbell"))
+    }
+
+    /// Delivers a message-signalled interrupt.
+    pub fn signal_msi(&self, message: Message) -> Result<(), KvmError> {
+        let msi = kvm_msi {
+            address_lo: message.address as u32,
+            address_hi: (message.address >> 32) as u32,
+            data: message.data,
+            ..Default::default()
+        };
+        self.vm.signal_msi(msi).map(drop).map_err(refused("deliver an interrupt"))
     }
 
     /// Makes a vCPU.

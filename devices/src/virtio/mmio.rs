@@ -8,6 +8,7 @@ use serde::{Deserialize, Serialize};
 
 use super::lifecycle::{Lifecycle, LifecycleState, Ring};
 use super::queue::QueueLines;
+use super::transport::{Doorbell, Transport};
 use super::{Notifier, StartError, VirtioDevice};
 use crate::bus::{AccessError, BusDevice};
 use crate::event::Event;
@@ -19,7 +20,7 @@ use crate::snapshot::{RestoreError, SaveError, Schema, Snapshot};
 /// Bytes of address space that one device takes.
 pub const REGION_SIZE: u64 = 0x1000;
 
-/// Offset of the QueueNotify register, for `KVM_IOEVENTFD`.
+/// Offset of the QueueNotify register.
 pub const QUEUE_NOTIFY: u64 = 0x50;
 
 const MAGIC: u32 = u32::from_le_bytes(*b"virt");
@@ -28,16 +29,6 @@ const VENDOR: u32 = u32::from_le_bytes(*b"CUBE");
 const CONFIG: u64 = 0x100;
 const USED_BUFFER: u32 = 1;
 const CONFIG_CHANGE: u32 = 2;
-
-/// A doorbell that the builder connects with `KVM_IOEVENTFD`: a 32-bit write of `queue` to
-/// [`QUEUE_NOTIFY`] signals `event`.
-#[derive(Clone, Debug)]
-pub struct Doorbell {
-    /// The value written.
-    pub queue: QueueIndex,
-    /// The event to signal.
-    pub event: Event,
-}
 
 /// A device behind MMIO registers.
 pub struct MmioTransport {
@@ -72,7 +63,12 @@ impl MmioTransport {
         for index in 0..device.identity().queue_sizes.len() {
             let event = Event::new()
                 .map_err(|source| StartError::Host { what: "queue eventfd", source })?;
-            doorbells.push(Doorbell { queue: QueueIndex(index as u16), event: event.clone() });
+            doorbells.push(Doorbell {
+                queue: QueueIndex(index as u16),
+                offset: QUEUE_NOTIFY,
+                value: Some(index as u32),
+                event: event.clone(),
+            });
             lines.push(QueueLines { kick: event, interrupt: used.clone() });
         }
         let notifier = Notifier::new(line(CONFIG_CHANGE));
@@ -169,6 +165,16 @@ impl MmioTransport {
             self.driver_features_select = 0;
         }
         Ok(())
+    }
+}
+
+impl Transport for MmioTransport {
+    fn lifecycle(&mut self) -> &mut Lifecycle {
+        self.lifecycle()
+    }
+
+    fn doorbells(&self) -> &[Doorbell] {
+        self.doorbells()
     }
 }
 

@@ -20,8 +20,10 @@ pub mod block;
 pub mod chain;
 pub mod lifecycle;
 pub mod mmio;
+pub mod pci;
 pub mod queue;
 pub mod rng;
+pub mod transport;
 pub mod vsock;
 
 use std::sync::Arc;

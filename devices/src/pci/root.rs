@@ -1,0 +1,400 @@
+//! The root bus: which function stands in which slot, configuration accesses to them, and their
+//! windows on the memory bus.
+//!
+//! Two ways to the registers: [`PortAccess`], the address and data ports 0xcf8 and 0xcfc, and
+//! [`EcamAccess`], a memory window (PCI Express 5.0, section 7.2.2). Both end in [`PciRoot`], under
+//! its lock. After each write the root compares where the function's window was and is, and moves
+//! it on the bus.
+
+use std::sync::{Arc, Mutex, PoisonError, Weak};
+
+use super::config::{ConfigSpace, FunctionId};
+use super::{PciFunction, SLOTS, Window};
+use crate::bus::{AccessError, Bus, BusDevice};
+use crate::ids::DeviceId;
+
+/// First port of the legacy configuration access.
+pub const CONFIG_PORT: u16 = 0xcf8;
+/// Its ports: address at 0, data at 4.
+pub const CONFIG_PORTS: u64 = 8;
+/// Bytes of ECAM for one bus.
+pub const ECAM_SIZE: u64 = 1 << 20;
+
+const ADDRESS_ENABLE: u32 = 1 << 31;
+
+/// A function whose window has come, gone or moved.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct WindowChange {
+    /// Whose.
+    pub device: DeviceId,
+    /// Where it was.
+    pub from: Option<u64>,
+    /// Where it is.
+    pub to: Option<u64>,
+}
+
+/// Hears of window changes, to connect doorbells. Called under the root's lock; must not wait.
+pub type WindowObserver = Box<dyn Fn(WindowChange) + Send>;
+
+/// Why a function could not be put into a slot.
+#[derive(Debug, PartialEq, Eq, thiserror::Error)]
+pub enum SlotError {
+    /// All slots are taken.
+    #[error("no PCI slot is free; a VM has {}", SLOTS - 1)]
+    Full,
+    /// The slot is empty.
+    #[error("no device {0} on the PCI bus")]
+    NoSuchDevice(DeviceId),
+}
+
+struct Slot {
+    id: DeviceId,
+    function: Box<dyn PciFunction>,
+    window: Option<Window>,
+}
+
+/// The bus with its functions.
+pub struct PciRoot {
+    bridge: ConfigSpace,
+    slots: Vec<Option<Slot>>,
+    memory_bus: Weak<Bus>,
+    observer: WindowObserver,
+}
+
+impl PciRoot {
+    /// A bus with a host bridge in slot 0. Windows appear on `memory_bus`.
+    pub fn new(memory_bus: &Arc<Bus>, observer: WindowObserver) -> Self {
+        // Red Hat's generic PCI Express host bridge: Linux needs no driver for it.
+        let bridge = ConfigSpace::new(FunctionId {
+            vendor: 0x1b36,
+            device: 0x0008,
+            subsystem: (0, 0),
+            class: [6, 0, 0],
+            revision: 0,
+        });
+        let slots = (0..SLOTS).map(|_| None).collect();
+        Self { bridge, slots, memory_bus: Arc::downgrade(memory_bus), observer }
+    }
+
+    /// Puts a function into the first free slot; gives its number.
+    pub fn insert(
+        &mut self,
+        id: DeviceId,
+        function: Box<dyn PciFunction>,
+    ) -> Result<u8, SlotError> {
+        let free =
+            (1..SLOTS).find(|&slot| self.slots.get(usize::from(slot)).is_some_and(Option::is_none));
+        let number = free.ok_or(SlotError::Full)?;
+        if let Some(slot) = self.slots.get_mut(usize::from(number)) {
+            *slot = Some(Slot { id, function, window: None });
+        }
+        Ok(number)
+    }
+
+    /// Takes the function of that name out, with its window.
+    pub fn remove(&mut self, id: &DeviceId) -> Result<Box<dyn PciFunction>, SlotError> {
+        let found =
+            self.slots.iter_mut().find(|slot| slot.as_ref().is_some_and(|slot| &slot.id == id));
+        let mut slot =
+            found.and_then(Option::take).ok_or_else(|| SlotError::NoSuchDevice(id.clone()))?;
+        self.move_window(&mut slot, None);
+        Ok(slot.function)
+    }
+
+    /// The name of the function in a slot.
+    pub fn occupant(&self, slot: u8) -> Option<&DeviceId> {
+        self.slots.get(usize::from(slot))?.as_ref().map(|slot| &slot.id)
+    }
+
+    fn read(&mut self, slot: u8, offset: u16, data: &mut [u8]) {
+        if slot == 0 {
+            return self.bridge.read(usize::from(offset), data);
+        }
+        match self.slots.get_mut(usize::from(slot)) {
+            Some(Some(slot)) => slot.function.read_config(offset, data),
+            // Nobody there: the kernel finds no vendor.
+            _ => data.fill(0xff),
+        }
+    }
+
+    fn write(&mut self, slot: u8, offset: u16, data: &[u8]) {
+        if slot == 0 {
+            return self.bridge.write(usize::from(offset), data);
+        }
+        let place = usize::from(slot);
+        let Some(mut slot) = self.slots.get_mut(place).and_then(Option::take) else { return };
+        slot.function.write_config(offset, data);
+        let window = slot.function.window();
+        self.move_window(&mut slot, window);
+        if let Some(place) = self.slots.get_mut(place) {
+            *place = Some(slot);
+        }
+    }
+
+    fn move_window(&self, slot: &mut Slot, to: Option<Window>) {
+        let from = slot.window.as_ref().map(|window| window.base);
+        let wanted = to.as_ref().map(|window| window.base);
+        if from == wanted {
+            return;
+        }
+        let Some(bus) = self.memory_bus.upgrade() else { return };
+        if let Some(base) = from {
+            bus.remove(base);
+        }
+        slot.window = to.filter(|window| {
+            let placed =
+                bus.insert(slot.id.as_str(), window.base, window.len, window.device.clone());
+            if let Err(error) = &placed {
+                // The guest's own doing; the window answers nowhere until it is moved again.
+                tracing::warn!(device = %slot.id, %error, "PCI window not placed");
+            }
+            placed.is_ok()
+        });
+        let to = slot.window.as_ref().map(|window| window.base);
+        (self.observer)(WindowChange { device: slot.id.clone(), from, to });
+    }
+}
+
+/// Registers are up to 4 bytes wide and accesses do not cross one (section 2.2.2 of the port
+/// mechanism; ECAM likewise).
+fn register(offset: u64, len: usize) -> Result<u16, AccessError> {
+    let aligned = matches!(len, 1 | 2 | 4) && offset.is_multiple_of(len as u64);
+    match u16::try_from(offset) {
+        Ok(register) if aligned => Ok(register),
+        _ => Err(AccessError::BadSize { offset, len }),
+    }
+}
+
+/// The ports 0xcf8 to 0xcff.
+pub struct PortAccess {
+    root: Arc<Mutex<PciRoot>>,
+    address: u32,
+}
+
+impl PortAccess {
+    /// Ports in front of `root`.
+    pub fn new(root: Arc<Mutex<PciRoot>>) -> Self {
+        Self { root, address: 0 }
+    }
+
+    /// Slot and register that a data access at `port` means; `None` for what is not there.
+    fn target(&self, port: u64, len: usize) -> Result<Option<(u8, u16)>, AccessError> {
+        let register = register(port - 4, len)? + (self.address & 0xfc) as u16;
+        let bus = (self.address >> 16) & 0xff;
+        let (slot, function) = (((self.address >> 11) & 0x1f) as u8, (self.address >> 8) & 7);
+        let there = self.address & ADDRESS_ENABLE != 0 && bus == 0 && function == 0;
+        Ok(there.then_some((slot, register)))
+    }
+}
+
+impl BusDevice for PortAccess {
+    fn read(&mut self, offset: u64, data: &mut [u8]) -> Result<(), AccessError> {
+        match (offset, data.len()) {
+            (0, 4) => data.copy_from_slice(&self.address.to_le_bytes()),
+            // Narrower accesses to the address port are of other mechanisms.
+            (0..4, _) => data.fill(0xff),
+            (_, len) => match self.target(offset, len)? {
+                Some((slot, register)) => lock(&self.root).read(slot, register, data),
+                None => data.fill(0xff),
+            },
+        }
+        Ok(())
+    }
+
+    fn write(&mut self, offset: u64, data: &[u8]) -> Result<(), AccessError> {
+        match offset {
+            0..4 => {
+                if let (0, Ok(address)) = (offset, <[u8; 4]>::try_from(data)) {
+                    self.address = u32::from_le_bytes(address);
+                }
+            }
+            _ => {
+                if let Some((slot, register)) = self.target(offset, data.len())? {
+                    lock(&self.root).write(slot, register, data);
+                }
+            }
+        }
+        Ok(())
+    }
+}
+
+/// The ECAM window of bus 0: 4 KiB for each function.
+pub struct EcamAccess {
+    root: Arc<Mutex<PciRoot>>,
+}
+
+impl EcamAccess {
+    /// A window in front of `root`.
+    pub fn new(root: Arc<Mutex<PciRoot>>) -> Self {
+        Self { root }
+    }
+
+    fn target(offset: u64, len: usize) -> Result<Option<(u8, u16)>, AccessError> {
+        let register = register(offset & 0xfff, len)?;
+        let (slot, function) = (((offset >> 15) & 0x1f) as u8, (offset >> 12) & 7);
+        Ok((function == 0).then_some((slot, register)))
+    }
+}
+
+impl BusDevice for EcamAccess {
+    fn read(&mut self, offset: u64, data: &mut [u8]) -> Result<(), AccessError> {
+        match Self::target(offset, data.len())? {
+            Some((slot, register)) => lock(&self.root).read(slot, register, data),
+            None => data.fill(0xff),
+        }
+        Ok(())
+    }
+
+    fn write(&mut self, offset: u64, data: &[u8]) -> Result<(), AccessError> {
+        if let Some((slot, register)) = Self::target(offset, data.len())? {
+            lock(&self.root).write(slot, register, data);
+        }
+        Ok(())
+    }
+}
+
+fn lock(root: &Mutex<PciRoot>) -> std::sync::MutexGuard<'_, PciRoot> {
+    root.lock().unwrap_or_else(PoisonError::into_inner)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::super::config::COMMAND;
+    use super::*;
+
+    struct Memory;
+
+    impl BusDevice for Memory {
+        fn read(&mut self, _: u64, data: &mut [u8]) -> Result<(), AccessError> {
+            data.fill(0x5a);
+            Ok(())
+        }
+        fn write(&mut self, _: u64, _: &[u8]) -> Result<(), AccessError> {
+            Ok(())
+        }
+    }
+
+    struct Function(ConfigSpace);
+
+    impl PciFunction for Function {
+        fn read_config(&mut self, offset: u16, data: &mut [u8]) {
+            self.0.read(usize::from(offset), data);
+        }
+        fn write_config(&mut self, offset: u16, data: &[u8]) {
+            self.0.write(usize::from(offset), data);
+        }
+        fn window(&self) -> Option<Window> {
+            let (base, len) = self.0.window()?;
+            Some(Window { base, len, device: Arc::new(Mutex::new(Memory)) })
+        }
+    }
+
+    struct Machine {
+        bus: Arc<Bus>,
+        root: Arc<Mutex<PciRoot>>,
+        changes: Arc<Mutex<Vec<WindowChange>>>,
+    }
+
+    fn function(base: u64) -> Box<Function> {
+        let id = FunctionId {
+            vendor: 0x1af4,
+            device: 0x1044,
+            subsystem: (0, 0),
+            class: [0xff, 0, 0],
+            revision: 1,
+        };
+        let mut config = ConfigSpace::new(id);
+        config.add_bar(base, 0x1000);
+        Box::new(Function(config))
+    }
+
+    fn machine() -> Machine {
+        let bus = Arc::new(Bus::new());
+        let changes = Arc::new(Mutex::new(Vec::new()));
+        let log = changes.clone();
+        let observer = Box::new(move |change| log.lock().unwrap().push(change));
+        let mut root = PciRoot::new(&bus, observer);
+        assert_eq!(root.insert(DeviceId::new("a"), function(0x8000_0000)), Ok(1));
+        Machine { bus, root: Arc::new(Mutex::new(root)), changes }
+    }
+
+    fn at(machine: &Machine, address: u64) -> u8 {
+        let mut data = [0];
+        machine.bus.read(address, &mut data);
+        data[0]
+    }
+
+    const SLOT1: u64 = 1 << 15;
+
+    #[test]
+    fn both_mechanisms_reach_the_same_registers() {
+        let machine = machine();
+        let mut ports = PortAccess::new(machine.root.clone());
+        let mut ecam = EcamAccess::new(machine.root.clone());
+        ports.write(0, &(ADDRESS_ENABLE | (1 << 11)).to_le_bytes()).unwrap();
+        let (mut by_port, mut by_ecam) = ([0; 2], [0; 2]);
+        ports.read(6, &mut by_port).unwrap();
+        ecam.read(SLOT1 + 2, &mut by_ecam).unwrap();
+        assert_eq!((by_port, by_ecam), ([0x44, 0x10], [0x44, 0x10]));
+    }
+
+    #[test]
+    fn empty_slots_and_other_functions_are_all_ones() {
+        let machine = machine();
+        let mut ecam = EcamAccess::new(machine.root.clone());
+        for offset in [2 << 15, SLOT1 + (1 << 12)] {
+            let mut data = [0; 4];
+            ecam.read(offset, &mut data).unwrap();
+            assert_eq!(data, [0xff; 4]);
+        }
+    }
+
+    #[test]
+    fn a_window_comes_moves_and_goes_with_the_registers() {
+        let machine = machine();
+        let mut ecam = EcamAccess::new(machine.root.clone());
+        let command = SLOT1 + COMMAND as u64;
+        ecam.write(command, &[2, 0]).unwrap();
+        assert_eq!(at(&machine, 0x8000_0000), 0x5a);
+        ecam.write(SLOT1 + 0x10, &0x9000_0000_u32.to_le_bytes()).unwrap();
+        assert_eq!((at(&machine, 0x8000_0000), at(&machine, 0x9000_0000)), (0xff, 0x5a));
+        ecam.write(command, &[0, 0]).unwrap();
+        assert_eq!(at(&machine, 0x9000_0000), 0xff);
+        let moves: Vec<_> =
+            machine.changes.lock().unwrap().iter().map(|change| (change.from, change.to)).collect();
+        let (a, b) = (Some(0x8000_0000), Some(0x9000_0000));
+        assert_eq!(moves, [(None, a), (a, b), (b, None)]);
+    }
+
+    #[test]
+    fn two_windows_at_one_place_do_not_take_it_from_each_other() {
+        let machine = machine();
+        let id = DeviceId::new("b");
+        machine.root.lock().unwrap().insert(id.clone(), function(0x8000_0000)).unwrap();
+        let mut ecam = EcamAccess::new(machine.root.clone());
+        ecam.write(SLOT1 + COMMAND as u64, &[2, 0]).unwrap();
+        ecam.write((2 << 15) + COMMAND as u64, &[2, 0]).unwrap();
+        machine.root.lock().unwrap().remove(&id).unwrap();
+        assert_eq!(at(&machine, 0x8000_0000), 0x5a);
+    }
+
+    #[test]
+    fn a_removed_function_leaves_nothing() {
+        let machine = machine();
+        let mut ecam = EcamAccess::new(machine.root.clone());
+        ecam.write(SLOT1 + COMMAND as u64, &[2, 0]).unwrap();
+        machine.root.lock().unwrap().remove(&DeviceId::new("a")).unwrap();
+        assert_eq!(at(&machine, 0x8000_0000), 0xff);
+        assert!(machine.root.lock().unwrap().remove(&DeviceId::new("a")).is_err());
+    }
+
+    #[test]
+    fn the_bus_has_a_bridge_and_31_places() {
+        let machine = machine();
+        let mut root = machine.root.lock().unwrap();
+        for n in 2..SLOTS {
+            assert_eq!(root.insert(DeviceId::new(format!("d{n}")), function(0x8000_0000)), Ok(n));
+        }
+        assert_eq!(root.insert(DeviceId::new("x"), function(0)), Err(SlotError::Full));
+    }
+}
