@@ -142,7 +142,7 @@ impl Session<'_> {
         if !self.agent.guest {
             return self.answer(Request::PowerOff { how });
         }
-        power::sync();
+        power::settle();
         frame::write(&mut self.connection, &Response::Done).ok()?;
         let _ = watch::wait([(Some(self.connection.as_fd()), GONE)], Some(LAST_WORDS));
         self.agent.log.info("the host wants this guest to end");

@@ -77,8 +77,8 @@ pub enum Request {
     /// Makes a guest its own after it has been restored from a snapshot. Always legal. Answer:
     /// [`Response::Done`].
     Renew(Renew),
-    /// Ends the guest, without asking its processes. Always legal. Answer: [`Response::Done`],
-    /// after the file systems have been synced and just before the guest goes away.
+    /// Ends the guest: kills its processes, without asking them, and syncs its file systems.
+    /// Always legal. Answer: [`Response::Done`], just before the guest goes away.
     PowerOff {
         /// What shall follow.
         how: PowerOff,

@@ -55,7 +55,7 @@ impl Signals {
                 Err(_) => {}
             }
         }
-        power::sync();
+        power::settle();
         power::off(PowerOff::Poweroff)
     }
 }
