@@ -80,6 +80,21 @@ fn a_chain_may_be_as_long_as_the_queue_and_no_longer() {
 }
 
 #[test]
+fn an_indirect_table_may_be_longer_than_the_queue_but_not_its_chain() {
+    let memory = ram();
+    let table = |entries: u16| {
+        let more = |place| if place + 1 < entries { flags::NEXT } else { 0 };
+        let all: Vec<_> =
+            (0..entries).map(|place| entry(0x5000, 1, more(place), place + 1)).collect();
+        put(&memory, SECOND_TABLE, &all);
+        put(&memory, TABLE, &[entry(SECOND_TABLE.0, 16 * 64, flags::INDIRECT, 0)]);
+        parse(&memory, 0, true)
+    };
+    assert_eq!(table(SIZE).unwrap().readable_len(), u64::from(SIZE));
+    assert_eq!(table(SIZE + 1), Err(ChainFault::TooLong(SIZE)));
+}
+
+#[test]
 fn direct_descriptors_may_end_in_an_indirect_table() {
     let memory = ram();
     put(&memory, SECOND_TABLE, &[entry(0x6000, 2, flags::NEXT, 1), entry(0x7000, 3, 2, 0)]);
