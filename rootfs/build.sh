@@ -96,7 +96,11 @@ parse_arguments() {
             --modules) modules_tree=$2 ;;
             --module-list) module_list=$2 ;;
             --output) output=$2 ;;
-            --add) additions+=("$2") ;;
+            --add)
+                [[ $2 == ?*:/* ]] || die "--add $2: not HOSTPATH:/GUESTPATH"
+                [[ -e ${2%:*} ]] || die "--add $2: no such file: ${2%:*}"
+                additions+=("$2")
+                ;;
             esac
             shift 2
             ;;
@@ -245,9 +249,6 @@ add_additions() {
     local addition from to
     for addition in ${additions[@]+"${additions[@]}"}; do
         from=${addition%:*} to=${addition##*:}
-        [[ $addition == *:* && -n $from && $to == /* ]] ||
-            die "--add $addition: not HOSTPATH:/GUESTPATH"
-        [[ -e $from ]] || die "--add $addition: no such file: $from"
         if [[ -d $from ]]; then
             add_tree "${from%/}" "$to"
         else
