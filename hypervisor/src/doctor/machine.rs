@@ -1,8 +1,11 @@
-//! A machine with one vCPU and 128 KiB that runs one [`Program`] to its end, whatever that end is.
+//! A machine with one vCPU and 128 KiB that runs [`Program`]s to their end, whatever that end is.
 //!
 //! Called by the doctor's examination only: it emulates no device and knows no kernel. It never
 //! hangs: the vCPU runs on its own thread and is kicked out of `KVM_RUN` when its time is over. A
 //! thread that does not even come back then is left behind, and reported.
+//!
+//! Making a VM is what takes the time, so one serves for all programs. A VM whose guest has ended in
+//! an odd way is not trusted with the next program: that gets a new one.
 
 use std::io;
 use std::mem::offset_of;
@@ -10,7 +13,7 @@ use std::os::fd::AsRawFd;
 use std::ptr;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, AtomicU8, Ordering};
-use std::sync::mpsc::{self, Sender};
+use std::sync::mpsc;
 use std::thread;
 use std::time::Duration;
 
@@ -23,7 +26,8 @@ use vm_memory::{Bytes, MmapRegion, VolatileMemory};
 use vmm_sys_util::signal::{Killable, SIGRTMIN, register_signal_handler};
 
 use super::programs::{
-    self, CODE, FAULT, Feature, GREETING, HANDLER_SIZE, HANDLERS, Mode, PORT, Program, VECTORS,
+    self, CODE, FAULT, Feature, GREETING, HANDLER_SIZE, HANDLERS, Mode, PORT, Program, RESULT,
+    RESULTS_END, VECTORS,
 };
 
 const MEMORY_SIZE: usize = 0x2_0000;
@@ -42,7 +46,7 @@ const DATA_SELECTOR: u16 = 16;
 /// How long a kicked vCPU may take to come back before it is given up.
 const GRACE: Duration = Duration::from_millis(150);
 /// No program leaves the guest more often than this.
-const MAX_EXITS: usize = 8;
+const MAX_EXITS: usize = 16;
 
 /// How a guest's run ended.
 #[derive(Debug, PartialEq, Eq)]
@@ -77,21 +81,49 @@ pub(super) struct Outcome {
     pub(super) regs: Option<kvm_regs>,
     /// Whether memory and port output are what the program promises.
     pub(super) as_expected: bool,
-    /// Processor time of the vCPU thread in the guest and in KVM.
-    pub(super) cpu: Duration,
+    /// Processor time of the vCPU thread, in the guest and in KVM, at each greeting and at the end.
+    pub(super) times: Vec<Duration>,
 }
 
 impl Outcome {
     fn bare(end: End) -> Self {
-        Self { end, regs: None, as_expected: false, cpu: Duration::ZERO }
+        Self { end, regs: None, as_expected: false, times: Vec::new() }
     }
 }
 
-/// Runs `program` for at most `budget` (and [`GRACE`] more if it does not answer the kick).
-pub(super) fn run(kvm: &Kvm, program: &'static Program, budget: Duration) -> Outcome {
-    match Guest::new(kvm, program).and_then(|guest| guest.run(program, budget)) {
-        Ok(outcome) => outcome,
-        Err(NotSetUp { step, errno }) => Outcome::bare(End::NotSetUp(step, errno)),
+/// Runs programs one after the other.
+pub(super) struct Machine<'a> {
+    kvm: &'a Kvm,
+    guest: Option<Guest>,
+}
+
+impl<'a> Machine<'a> {
+    pub(super) fn new(kvm: &'a Kvm) -> Self {
+        Self { kvm, guest: None }
+    }
+
+    /// Runs `program` for at most `budget` (and [`GRACE`] more if it does not answer the kick).
+    pub(super) fn run(&mut self, program: &'static Program, budget: Duration) -> Outcome {
+        let (outcome, guest) = match self.try_run(program, budget) {
+            Ok(run) => run,
+            Err(NotSetUp { step, errno }) => (Outcome::bare(End::NotSetUp(step, errno)), None),
+        };
+        let trusted = matches!(outcome.end, End::Halted | End::Fault(_));
+        self.guest = guest.filter(|_| trusted);
+        outcome
+    }
+
+    fn try_run(
+        &mut self,
+        program: &'static Program,
+        budget: Duration,
+    ) -> Result<(Outcome, Option<Guest>), NotSetUp> {
+        let guest = match self.guest.take() {
+            Some(guest) => guest,
+            None => Guest::new(self.kvm)?,
+        };
+        guest.prepare(program)?;
+        guest.run(program, budget)
     }
 }
 
@@ -116,15 +148,17 @@ struct Guest {
     vcpu: VcpuFd,
     vm: VmFd,
     memory: MmapRegion<()>,
+    /// System registers of the vCPU when it was new.
+    reset: kvm_sregs,
+    leaf1_ecx: u32,
 }
 
 impl Guest {
-    fn new(kvm: &Kvm, program: &Program) -> Result<Self, NotSetUp> {
+    fn new(kvm: &Kvm) -> Result<Self, NotSetUp> {
         let vm = kvm.create_vm().step("KVM_CREATE_VM")?;
         // Needed on some Intel processors, unknown to everything else: not worth failing for.
         let _ = vm.set_tss_address(TSS_ADDRESS);
         let memory = MmapRegion::new(MEMORY_SIZE).map_err(io::Error::other).step("mmap")?;
-        load(&memory, program).map_err(io::Error::other).step("writing guest memory")?;
         let region = kvm_userspace_memory_region {
             slot: 0,
             flags: 0,
@@ -139,45 +173,59 @@ impl Guest {
         let cpuid =
             kvm.get_supported_cpuid(KVM_MAX_CPUID_ENTRIES).step("KVM_GET_SUPPORTED_CPUID")?;
         vcpu.set_cpuid2(&cpuid).step("KVM_SET_CPUID2")?;
-        let mut sregs = vcpu.get_sregs().step("KVM_GET_SREGS")?;
-        set_mode(&mut sregs, program.mode, leaf1_ecx(&cpuid));
-        vcpu.set_sregs(&sregs).step("KVM_SET_SREGS")?;
-        let regs = kvm_regs { rip: CODE, rsp: STACK_TOP, rflags: 2, ..Default::default() };
-        vcpu.set_regs(&regs).step("KVM_SET_REGS")?;
-        Ok(Self { vcpu, vm, memory })
+        let reset = vcpu.get_sregs().step("KVM_GET_SREGS")?;
+        Ok(Self { vcpu, vm, memory, reset, leaf1_ecx: leaf1_ecx(&cpuid) })
     }
 
-    fn run(self, program: &'static Program, budget: Duration) -> Result<Outcome, NotSetUp> {
+    /// Puts the program into memory and the vCPU in front of it.
+    fn prepare(&self, program: &Program) -> Result<(), NotSetUp> {
+        load(&self.memory, program).map_err(io::Error::other).step("writing guest memory")?;
+        let mut sregs = self.reset;
+        set_mode(&mut sregs, program.mode, self.leaf1_ecx);
+        self.vcpu.set_sregs(&sregs).step("KVM_SET_SREGS")?;
+        let regs = kvm_regs { rip: CODE, rsp: STACK_TOP, rflags: 2, ..Default::default() };
+        self.vcpu.set_regs(&regs).step("KVM_SET_REGS")
+    }
+
+    /// Runs it on a thread, which hands the guest back at the end.
+    fn run(
+        self,
+        program: &'static Program,
+        budget: Duration,
+    ) -> Result<(Outcome, Option<Self>), NotSetUp> {
         let kick = Kick::new(&self.vcpu, self.vm.run_size())?;
         let late = Arc::clone(&kick.late);
         let (sender, ended) = mpsc::channel();
-        let thread = thread::Builder::new()
-            .name("doctor-vcpu".to_owned())
-            .spawn(move || self.run_to_end(program, &late, &sender))
-            .step("starting a thread")?;
-        if let Ok(outcome) = ended.recv_timeout(budget) {
-            return Ok(outcome);
+        let run = move || {
+            let mut guest = self;
+            let outcome = guest.run_to_end(program, &late);
+            // The receiver is gone when it gave up on us; then nobody wants to know.
+            let _ = sender.send((outcome, Some(guest)));
+        };
+        let thread = thread::Builder::new().name("doctor-vcpu".to_owned()).spawn(run);
+        let thread = thread.step("starting a thread")?;
+        if let Ok(run) = ended.recv_timeout(budget) {
+            return Ok(run);
         }
         kick.request_exit();
         // Fails only when the thread has just ended, and then the outcome is already in the channel.
         let _ = thread.kill(kick_signal());
-        Ok(ended.recv_timeout(GRACE).unwrap_or_else(|_| Outcome::bare(End::Stuck)))
+        Ok(ended.recv_timeout(GRACE).unwrap_or_else(|_| (Outcome::bare(End::Stuck), None)))
     }
 
-    fn run_to_end(mut self, program: &Program, late: &AtomicBool, sender: &Sender<Outcome>) {
+    fn run_to_end(&mut self, program: &Program, late: &AtomicBool) -> Outcome {
+        let mut greetings = Vec::new();
         let before = thread_cpu_time();
-        let mut output = Vec::new();
-        let end = self.run_until_end(late, &mut output);
-        let cpu = thread_cpu_time().saturating_sub(before);
-        let greeted = output == [(PORT, GREETING)];
+        let end = self.run_until_end(late, &mut greetings);
+        let at_end = thread_cpu_time();
         let memory_holds = program.expected.iter().all(|(address, bytes)| {
             let mut found = vec![0; bytes.len()];
             self.read_memory(*address, &mut found) && found == *bytes
         });
-        let as_expected = memory_holds && greeted == program.greets;
-        let outcome = Outcome { end, regs: self.vcpu.get_regs().ok(), as_expected, cpu };
-        // The receiver is gone when it gave up on us; then nobody wants to know.
-        let _ = sender.send(self.name_fault(outcome));
+        let as_expected = memory_holds && greetings.len() == program.greetings;
+        let times = greetings.into_iter().chain([at_end]);
+        let times = times.map(|time| time.saturating_sub(before)).collect();
+        self.name_fault(Outcome { end, regs: self.vcpu.get_regs().ok(), as_expected, times })
     }
 
     /// If an exception handler halted the guest, tells which, and where the exception was raised.
@@ -196,12 +244,11 @@ impl Guest {
         Outcome { end: End::Fault(vector), regs, ..outcome }
     }
 
-    fn run_until_end(&mut self, late: &AtomicBool, output: &mut Vec<(u16, u8)>) -> End {
+    /// Notes the time of each greeting.
+    fn run_until_end(&mut self, late: &AtomicBool, greetings: &mut Vec<Duration>) -> End {
         for _ in 0..MAX_EXITS {
             match self.vcpu.run() {
-                Ok(VcpuExit::IoOut(port, data)) => {
-                    output.push((port, data.first().copied().unwrap_or_default()));
-                }
+                Ok(VcpuExit::IoOut(PORT, [GREETING])) => greetings.push(thread_cpu_time()),
                 Ok(VcpuExit::Hlt) => return End::Halted,
                 Ok(VcpuExit::Shutdown) => return End::Shutdown,
                 Ok(VcpuExit::FailEntry(reason, _)) => return End::FailEntry(reason),
@@ -298,6 +345,8 @@ fn thread_cpu_time() -> Duration {
 fn load(memory: &MmapRegion<()>, program: &Program) -> Result<(), vm_memory::VolatileMemoryError> {
     let slice = memory.as_volatile_slice();
     let at = |address: u64| address as usize;
+    // What the program before has left.
+    slice.write_slice(&[0; (RESULTS_END - RESULT) as usize], at(RESULT))?;
     slice.write_slice(&program.code(), at(CODE))?;
     // Flat 64-bit code and flat data (Intel SDM vol. 3, 3.4.5), each accessed, present, ring 0.
     slice.write_obj(0x00af_9b00_0000_ffff_u64, at(GDT) + usize::from(CODE_SELECTOR))?;

@@ -6,25 +6,29 @@ use kvm_bindings::KVM_MAX_CPUID_ENTRIES;
 use kvm_ioctls::Kvm;
 use serde::Serialize;
 
-use super::machine::{self, End, Outcome};
-use super::programs::{LOOP_ITERATIONS, PROGRAMS, Program, TIMED_LOOP};
+use super::machine::{self, End, Machine, Outcome};
+use super::programs::{
+    LOOP_PARTS, PART_INSTRUCTIONS, PART_ITERATIONS, PROGRAMS, Program, TIMED_LOOP,
+};
 
 /// Below this many instructions per second of processor time, the guest is interpreted.
 ///
 /// KVM's instruction interpreter, which PVM uses for every supervisor instruction of an unmodified
-/// guest, was measured at 4 million per second. The slowest thing that deserves to be called a
+/// guest, was measured at 2 to 4 million per second. The slowest thing that deserves to be called a
 /// processor here is KVM on an SVM emulated by QEMU's TCG, with 100 million and more. The
-/// threshold is near the geometric mean of the two, so that each may be off by a factor of five.
-/// Processor time, not wall time, is counted, so that a busy host changes nothing.
+/// threshold is the geometric mean of the two, so that each may be off by a factor of five.
+/// Processor time, not wall time, is counted, and the fastest part of the loop counts, so that
+/// neither a busy host nor one whose own processor is taken away now and then changes anything.
 const INTERPRETED_BELOW: u64 = 20_000_000;
 
 /// How long one small program may take. Each is done in microseconds; the rest is for hosts whose
 /// processors are all taken.
 const PROGRAM_BUDGET: Duration = Duration::from_millis(400);
 /// How long the loop may run: at the threshold it would need this much processor time to finish.
-const LOOP_BUDGET: Duration = Duration::from_millis(2 * LOOP_ITERATIONS * 1000 / INTERPRETED_BELOW);
+const LOOP_BUDGET: Duration =
+    Duration::from_millis(LOOP_PARTS * PART_INSTRUCTIONS * 1000 / INTERPRETED_BELOW);
 /// All guests together. What does not fit is not tried.
-const TOTAL_BUDGET: Duration = Duration::from_millis(1200);
+const TOTAL_BUDGET: Duration = Duration::from_millis(1400);
 
 /// Whether `/dev/kvm` runs guests, and how. JSON: `"verdict": "hardware" | "interpreting" | "none"`
 /// beside `"reason"`.
@@ -86,45 +90,40 @@ pub struct Speed {
     pub instructions: u64,
     /// Processor time they took.
     pub cpu_ns: u64,
-    /// The quotient.
+    /// Instructions per second of the fastest tenth of the loop.
     pub instructions_per_second: u64,
 }
 
-impl Speed {
-    fn new(instructions: u64, cpu: Duration) -> Self {
-        let cpu_ns = u64::try_from(cpu.as_nanos()).unwrap_or(u64::MAX).max(1);
-        let rate = u128::from(instructions) * 1_000_000_000 / u128::from(cpu_ns);
-        let instructions_per_second = u64::try_from(rate).unwrap_or(u64::MAX);
-        Self { instructions, cpu_ns, instructions_per_second }
-    }
-}
-
-/// Runs all programs, then the loop.
+/// Runs the loop, then all programs. The loop comes first because nothing can be said without it.
 pub(super) fn examine(kvm: &Kvm) -> (Vec<Probe>, Option<Speed>) {
     let deadline = Instant::now() + TOTAL_BUDGET;
     let leaf1_ecx = kvm
         .get_supported_cpuid(KVM_MAX_CPUID_ENTRIES)
         .map_or(0, |cpuid| machine::leaf1_ecx(&cpuid));
-    let mut probes: Vec<Probe> =
-        PROGRAMS.iter().map(|program| probe(kvm, program, leaf1_ecx, deadline)).collect();
-    let Some(budget) = time_left(deadline, LOOP_BUDGET) else {
-        probes.push(Probe::new(&TIMED_LOOP, Ran::NotTried, None));
-        return (probes, None);
-    };
-    let outcome = machine::run(kvm, &TIMED_LOOP, budget);
+    let mut machine = Machine::new(kvm);
+    let outcome = machine.run(&TIMED_LOOP, LOOP_BUDGET);
     let speed = speed(&outcome);
+    let mut probes = Vec::with_capacity(PROGRAMS.len() + 1);
+    for program in PROGRAMS {
+        probes.push(probe(&mut machine, program, leaf1_ecx, deadline));
+    }
     probes.push(judge_loop(&outcome, speed));
     (probes, speed)
 }
 
-fn probe(kvm: &Kvm, program: &'static Program, leaf1_ecx: u32, deadline: Instant) -> Probe {
+fn probe(
+    machine: &mut Machine,
+    program: &'static Program,
+    leaf1_ecx: u32,
+    deadline: Instant,
+) -> Probe {
     if !program.needs.offered_by(leaf1_ecx) {
         return Probe::new(program, Ran::NotOffered, None);
     }
     let Some(budget) = time_left(deadline, PROGRAM_BUDGET) else {
         return Probe::new(program, Ran::NotTried, None);
     };
-    judge(program, &machine::run(kvm, program, budget))
+    judge(program, &machine.run(program, budget))
 }
 
 fn time_left(deadline: Instant, wanted: Duration) -> Option<Duration> {
@@ -168,13 +167,37 @@ fn describe(program: &Program, outcome: &Outcome) -> String {
 }
 
 fn speed(outcome: &Outcome) -> Option<Speed> {
-    let left = match outcome.end {
+    let (at_end, greetings) = outcome.times.split_last()?;
+    let whole_parts = greetings.len() as u64;
+    let rest = match outcome.end {
         End::Halted => 0,
-        // Before its first instruction, the loop's counter is still 0.
-        End::OutOfTime => outcome.regs.map(|regs| regs.rcx).filter(|left| *left > 0)?,
+        // Between two parts, and before the first one, the counter is 0.
+        End::OutOfTime => outcome
+            .regs
+            .map(|regs| regs.rcx)
+            .filter(|left| *left > 0)
+            .map_or(0, |left| 2 * PART_ITERATIONS.saturating_sub(left)),
         _ => return None,
     };
-    Some(Speed::new(2 * LOOP_ITERATIONS.saturating_sub(left), outcome.cpu))
+    let mut begin = Duration::ZERO;
+    let mut parts = Vec::with_capacity(outcome.times.len());
+    for end in &outcome.times {
+        let instructions = if parts.len() < greetings.len() { PART_INSTRUCTIONS } else { rest };
+        parts.push(rate(instructions, end.saturating_sub(begin)));
+        begin = *end;
+    }
+    let instructions_per_second = parts.into_iter().max().filter(|rate| *rate > 0)?;
+    let instructions = whole_parts * PART_INSTRUCTIONS + rest;
+    Some(Speed { instructions, cpu_ns: nanoseconds(*at_end), instructions_per_second })
+}
+
+fn rate(instructions: u64, cpu: Duration) -> u64 {
+    let rate = u128::from(instructions) * 1_000_000_000 / u128::from(nanoseconds(cpu).max(1));
+    u64::try_from(rate).unwrap_or(u64::MAX)
+}
+
+fn nanoseconds(duration: Duration) -> u64 {
+    u64::try_from(duration.as_nanos()).unwrap_or(u64::MAX)
 }
 
 /// Weighs everything that was seen.

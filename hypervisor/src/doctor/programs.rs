@@ -15,11 +15,13 @@ pub(super) const VECTORS: u8 = 32;
 /// The vector of `int3`, the one exception that a program wants.
 const BREAKPOINT: u8 = 3;
 /// Results; [`FINISHED`] and [`FAULT`] are in this page as well.
-const RESULT: u64 = 0x9000;
+pub(super) const RESULT: u64 = 0x9000;
 /// The byte that the last instruction before `hlt` sets to 1.
 const FINISHED: u64 = 0x9001;
 /// The byte that an unwanted exception sets to its vector plus one before it halts.
 pub(super) const FAULT: u64 = 0x9002;
+/// Where results end.
+pub(super) const RESULTS_END: u64 = 0xb000;
 /// An aligned area for XSAVE.
 const XSAVE_AREA: u64 = 0xa000;
 
@@ -28,8 +30,12 @@ pub(super) const PORT: u16 = 0xd4;
 /// The byte that the port programs write there.
 pub(super) const GREETING: u8 = b'k';
 
-/// Iterations of the timed loop; each is two instructions.
-pub(super) const LOOP_ITERATIONS: u64 = 5_000_000;
+/// The timed loop runs in this many parts, each of which ends with a greeting.
+pub(super) const LOOP_PARTS: u64 = 10;
+/// Instructions of one part, not counting the few between two parts.
+pub(super) const PART_INSTRUCTIONS: u64 = 1_000_000;
+/// Iterations of one part: each is two instructions.
+pub(super) const PART_ITERATIONS: u64 = PART_INSTRUCTIONS / 2;
 
 /// How the vCPU is set up before the first instruction.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -79,8 +85,8 @@ pub(super) struct Program {
     instructions: &'static [Instruction],
     /// Guest-physical address and bytes that must be there after `hlt`.
     pub(super) expected: &'static [(u64, &'static [u8])],
-    /// Whether one [`GREETING`] must have arrived at [`PORT`].
-    pub(super) greets: bool,
+    /// How many times [`GREETING`] must have arrived at [`PORT`].
+    pub(super) greetings: usize,
     /// Whether an unmodified Linux kernel cannot do without it.
     pub(super) decisive: bool,
 }
@@ -133,7 +139,7 @@ pub(super) const PROGRAMS: &[Program] = &[
         needs: Feature::Baseline,
         instructions: &[LOAD_GREETING, OUT_GREETING, HLT],
         expected: &[],
-        greets: true,
+        greetings: 1,
         decisive: true,
     },
     Program {
@@ -142,7 +148,7 @@ pub(super) const PROGRAMS: &[Program] = &[
         needs: Feature::Baseline,
         instructions: &[LOAD_GREETING, OUT_GREETING, FINISH, HLT],
         expected: &[DONE],
-        greets: true,
+        greetings: 1,
         decisive: true,
     },
     Program {
@@ -151,7 +157,7 @@ pub(super) const PROGRAMS: &[Program] = &[
         needs: Feature::Baseline,
         instructions: &[("int3", b"\xcc"), FINISH, HLT],
         expected: &[(RESULT, &[1]), DONE],
-        greets: false,
+        greetings: 0,
         decisive: true,
     },
     Program {
@@ -169,7 +175,7 @@ pub(super) const PROGRAMS: &[Program] = &[
         ],
         // The x87 control word that fninit sets is the area's first field.
         expected: &[(XSAVE_AREA, &[0x7f, 0x03]), DONE],
-        greets: false,
+        greetings: 0,
         decisive: true,
     },
     Program {
@@ -189,7 +195,7 @@ pub(super) const PROGRAMS: &[Program] = &[
             (RESULT + 0x10, &[0x11, 0x11, 0x11, 0x11, 0, 0, 0, 0, 0x22, 0x22, 0x22, 0x22]),
             DONE,
         ],
-        greets: false,
+        greetings: 0,
         decisive: true,
     },
     Program {
@@ -210,27 +216,33 @@ pub(super) const PROGRAMS: &[Program] = &[
             HLT,
         ],
         expected: &[(RESULT + 0x20, &[0xff; 16]), DONE],
-        greets: true,
+        greetings: 1,
         // The kernel itself boots without AVX; programs in the guest do not run without it once
         // CPUID has promised it.
         decisive: false,
     },
 ];
 
-/// [`LOOP_ITERATIONS`] times `dec ecx; jnz`: RCX tells how many are left when it is interrupted.
+/// [`LOOP_PARTS`] times a loop of `dec ecx; jnz`, whose RCX tells how many iterations are left when
+/// it is interrupted.
 pub(super) const TIMED_LOOP: Program = Program {
     name: "loop",
     mode: Mode::Long,
     needs: Feature::Baseline,
     instructions: &[
-        ("mov ecx, LOOP_ITERATIONS", b"\xb9\x40\x4b\x4c\x00"),
+        ("mov esi, LOOP_PARTS", b"\xbe\x0a\x00\x00\x00"),
+        ("mov ecx, PART_ITERATIONS", b"\xb9\x20\xa1\x07\x00"),
         ("dec ecx", b"\xff\xc9"),
-        ("jnz", b"\x75\xfc"),
+        ("jnz to dec ecx", b"\x75\xfc"),
+        LOAD_GREETING,
+        OUT_GREETING,
+        ("dec esi", b"\xff\xce"),
+        ("jnz to mov ecx", b"\x75\xef"),
         FINISH,
         HLT,
     ],
     expected: &[DONE],
-    greets: false,
+    greetings: LOOP_PARTS as usize,
     decisive: true,
 };
 
@@ -278,8 +290,9 @@ mod tests {
     #[test]
     fn the_loop_counts_what_is_documented() {
         let code = TIMED_LOOP.code();
-        let count = u32::from_le_bytes(code[1..5].try_into().unwrap());
-        assert_eq!(u64::from(count), LOOP_ITERATIONS);
+        let number = |at: usize| u32::from_le_bytes(code[at..at + 4].try_into().unwrap());
+        assert_eq!(u64::from(number(1)), LOOP_PARTS);
+        assert_eq!(u64::from(number(6)), PART_ITERATIONS);
     }
 
     #[test]
