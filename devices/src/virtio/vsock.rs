@@ -18,14 +18,14 @@
 //! Connections outlive a pause. They do not outlive a reset of the device, nor a snapshot: after a
 //! restore the guest is told so before it hears of any new connection.
 //!
-//! In the folder: [`handle`] for this process, `greeting` and `host` for programs, `packet` and
+//! In the folder: `handle` for this process, `greeting` and `host` for programs, `packet` and
 //! `credit` for the guest's protocol, `connection` and `muxer` for the state, `rings` and `worker`
 //! for what moves.
 
 mod connection;
 mod credit;
 mod greeting;
-pub mod handle;
+mod handle;
 mod host;
 mod muxer;
 mod packet;
@@ -41,8 +41,8 @@ use std::sync::Arc;
 
 use serde::{Deserialize, Serialize};
 
+pub use self::handle::{CONNECT_TIMEOUT, VsockHandle, VsockListener};
 use self::handle::{Phase, Shared};
-pub use self::handle::{VsockHandle, VsockListener};
 use self::host::{Endpoints, HostSocket};
 use self::muxer::{FIRST_HOST_PORT, Key, LAST_HOST_PORT, MAX_CONNECTIONS, Muxer};
 use self::rings::{Gate, Rings};

@@ -326,21 +326,16 @@ impl Connection {
         let connecting = matches!(self.stage, Stage::Connecting { .. });
         match op {
             Op::Response if connecting && !self.due.request => self.accepted(),
-            Op::Data if !connecting => self.data(header.len, payload),
-            Op::Shutdown if !connecting => {
-                self.guest_shutdown(header.flags);
-                Ok(())
-            }
-            Op::CreditRequest => {
-                self.due.update = true;
-                Ok(())
-            }
-            Op::CreditUpdate => Ok(()),
-            _ => Err(Violation("packet does not fit the state of the connection")),
+            Op::Data if !connecting => return self.data(header.len, payload),
+            Op::Shutdown if !connecting => self.guest_shutdown(header.flags),
+            Op::CreditRequest => self.due.update = true,
+            Op::CreditUpdate => {}
+            _ => return Err(Violation("packet does not fit the state of the connection")),
         }
+        Ok(())
     }
 
-    fn accepted(&mut self) -> Result<(), Violation> {
+    fn accepted(&mut self) {
         let stage = std::mem::replace(&mut self.stage, Stage::Open);
         if let (Stage::Connecting { answer, .. }, Some(socket)) = (stage, &self.socket)
             && answer.accepted(socket, self.host_port).is_err()
@@ -348,7 +343,6 @@ impl Connection {
             // The program went away before it could hear the answer.
             self.reset(io::ErrorKind::ConnectionAborted);
         }
-        Ok(())
     }
 
     fn data(&mut self, len: u32, payload: &Payload<'_>) -> Result<(), Violation> {

@@ -72,12 +72,17 @@ impl HostSocket {
             Err(error) if stream::is_transient(&error) => None,
             Err(error) if error.kind() == io::ErrorKind::ConnectionAborted => None,
             Err(_) => {
-                // Most likely out of descriptors. The listener stays ready, so it is not looked at
-                // again before the next tick.
-                self.out_of_resources = true;
+                // Most likely out of descriptors.
+                self.pause();
                 None
             }
         }
+    }
+
+    /// Accepts nobody until the next tick: the host is out of resources, and the socket would
+    /// stay ready all the time.
+    pub fn pause(&mut self) {
+        self.out_of_resources = true;
     }
 
     /// True if another program could be accepted.

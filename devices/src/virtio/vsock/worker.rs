@@ -4,6 +4,7 @@
 //! driver it turns programs away at once: they can try again when the guest is up, which is better
 //! than to wait for a guest that may never have the driver. During a pause they wait in the kernel.
 
+use std::fmt;
 use std::io;
 use std::os::fd::{AsFd, AsRawFd, BorrowedFd};
 use std::sync::Arc;
@@ -37,6 +38,9 @@ const TICK: Duration = Duration::from_millis(100);
 /// Programs accepted, or turned away, per wake-up.
 const ACCEPT_BUDGET: usize = 16;
 
+/// Lines logged of what guests can bring about.
+const MAX_COMPLAINTS: u32 = 8;
+
 /// What runs on the executor.
 pub struct Worker {
     /// The connections.
@@ -51,10 +55,11 @@ pub struct Worker {
     host: Option<HostSocket>,
     timer: Timer,
     ticking: bool,
-    /// What `LISTEN` is registered.
+    /// The listening socket is watched.
     listening: bool,
     /// The driver broke the rules, and has not reset the device yet.
     broken: bool,
+    complaints: u32,
 }
 
 struct Timer(TimerFd);
@@ -86,6 +91,7 @@ impl Worker {
             ticking: false,
             listening: false,
             broken: false,
+            complaints: 0,
         })
     }
 
@@ -205,7 +211,7 @@ impl Worker {
     }
 
     fn fault(&mut self, fault: &QueueFault, sources: &mut Sources<'_, '_>) {
-        tracing::warn!(%fault, "vsock device stopped");
+        self.complain(&format_args!("stopped: {fault}"));
         self.broken = true;
         self.muxer.clear(io::ErrorKind::ConnectionReset);
         self.shared.set_phase(Phase::Undriven);
@@ -217,10 +223,18 @@ impl Worker {
         }
     }
 
+    /// Says what is wrong, the first few times: guests can make much of it happen.
+    fn complain(&mut self, what: &dyn fmt::Display) {
+        self.complaints = self.complaints.saturating_add(1);
+        if self.complaints <= MAX_COMPLAINTS {
+            tracing::warn!("vsock: {what}");
+        }
+    }
+
     // --- sources -------------------------------------------------------------------------------
 
     /// Brings what is watched in line with what should be. After everything else of a call.
-    fn update_sources(&mut self, sources: &mut Sources<'_, '_>) -> io::Result<()> {
+    fn update_sources(&mut self, sources: &mut Sources<'_, '_>) {
         let mut touched = self.muxer.take_touched();
         while let Some(slot) = touched.pop() {
             self.update_connection(slot, sources);
@@ -229,23 +243,30 @@ impl Worker {
                 touched = self.muxer.take_touched();
             }
         }
-        if let Some(host) = &self.host
-            && self.listening != host.has_room()
-        {
-            self.listening = host.has_room();
-            if self.listening {
-                sources.add(LISTEN, host, Interest::Read)?;
-            } else {
-                sources.remove(LISTEN);
-            }
-        }
+        self.update_listening(sources);
         let host_needs_tick = self.host.as_ref().is_some_and(HostSocket::needs_tick);
         let needs_tick = host_needs_tick || self.muxer.has_deadlines() || self.gate != Gate::Open;
         if needs_tick && !self.ticking {
-            self.timer.0.reset(TICK, None)?;
-            self.ticking = true;
+            // Cannot fail: the timer exists and the time is valid.
+            self.ticking = self.timer.0.reset(TICK, None).is_ok();
         }
-        Ok(())
+    }
+
+    fn update_listening(&mut self, sources: &mut Sources<'_, '_>) {
+        let Some(host) = &mut self.host else {
+            return;
+        };
+        match (self.listening, host.has_room()) {
+            (false, true) => match sources.add(LISTEN, host, Interest::Read) {
+                Ok(()) => self.listening = true,
+                Err(_) => host.pause(),
+            },
+            (true, false) => {
+                sources.remove(LISTEN);
+                self.listening = false;
+            }
+            _ => {}
+        }
     }
 
     fn update_connection(&mut self, slot: u32, sources: &mut Sources<'_, '_>) {
@@ -264,7 +285,7 @@ impl Worker {
         match result {
             Ok(()) => self.muxer.watched(slot, interest),
             Err(error) => {
-                tracing::error!(%error, "vsock connection dropped");
+                self.complain(&format_args!("connection dropped: {error}"));
                 self.muxer.cannot_watch(slot);
             }
         }
@@ -291,7 +312,7 @@ impl Handler for Worker {
         }
         (self.listening, self.ticking) = (false, false);
         self.muxer.unwatch_all();
-        self.update_sources(sources)?;
+        self.update_sources(sources);
         // Whatever came in before is looked at now.
         self.shared.wake().signal();
         Ok(())
@@ -309,7 +330,10 @@ impl Handler for Worker {
                 self.muxer.socket_event(number - FIRST_CONNECTION);
             }
             (Token(number), _) => {
-                self.greeting_event(number.saturating_sub(FIRST_GREETING) as usize, sources);
+                // A kick after the queues have gone is none of these.
+                if let Some(number) = number.checked_sub(FIRST_GREETING) {
+                    self.greeting_event(number as usize, sources);
+                }
             }
         }
         match self.pump() {
@@ -317,12 +341,7 @@ impl Handler for Worker {
             Ok(false) => {}
             Err(fault) => self.fault(&fault, sources),
         }
-        if let Err(error) = self.update_sources(sources) {
-            tracing::error!(%error, "vsock device cannot watch its sockets");
-            if let Some(notifier) = &self.notifier {
-                notifier.needs_reset();
-            }
-        }
+        self.update_sources(sources);
         Flow::Continue
     }
 }

@@ -4,7 +4,6 @@ use std::io::{Read, Write};
 use std::os::unix::net::{UnixListener, UnixStream};
 use std::time::Duration;
 
-use super::super::credit::BUF_ALLOC;
 use super::super::muxer::{MAX_CONNECTIONS, MAX_STRAYS};
 use super::super::packet::{HEADER_LEN, Header, NO_MORE, NO_SEND, Op};
 use super::driver::{Driver, Packet, Piece};
@@ -402,5 +401,58 @@ fn a_looped_chain_stops_the_device() {
     crate::memory::Bytes::write_obj(&memory, descriptor, entry).unwrap();
     fixture.guest.driver.tx.offer_head(9);
     fixture.guest.driver.wait(|driver| driver.notifier.wants_reset());
-    assert_eq!(BUF_ALLOC, 128 * 1024);
+}
+
+/// Header fields and shapes that are wrong as often as right.
+fn any_packet(random: &mut impl FnMut(u32) -> u32) -> (Vec<u8>, Vec<u32>) {
+    let payload = vec![7; random(3) as usize * random(3000) as usize];
+    let header = Header {
+        src_cid: u64::from(3 + random(20) / 19),
+        dst_cid: u64::from(2 + random(20) / 19),
+        src_port: 5000 + random(4),
+        dst_port: 52 + random(3),
+        len: payload.len() as u32 + random(20) / 19,
+        socket_type: 1 + (random(20) / 19) as u16,
+        op: random(9) as u16,
+        flags: random(5),
+        buf_alloc: random(3) * 4000,
+        fwd_cnt: random(2) * random(9000),
+    };
+    let mut bytes = header.encode().to_vec();
+    bytes.extend(payload);
+    bytes.truncate(if random(30) == 0 { random(50) as usize } else { usize::MAX });
+    (bytes, (0..random(20) / 19).collect())
+}
+
+#[test]
+fn any_packets_leave_the_device_alive() {
+    let mut fixture = Fixture::new();
+    let listener = fixture.handle.listen(52).unwrap();
+    let mut state = 1_u32;
+    let mut random = |below: u32| {
+        state = state.wrapping_mul(1_664_525).wrapping_add(1_013_904_223);
+        (state >> 8) % below.max(1)
+    };
+    let mut programs = Vec::new();
+    for _ in 0..30_000 {
+        let (bytes, room) = any_packet(&mut random);
+        let (first, second) = bytes.split_at(random(bytes.len() as u32 + 1) as usize);
+        fixture.guest.driver.send_pieces(&[first, second], &room);
+        while let Some((buffer, _)) = fixture.guest.driver.received() {
+            fixture.guest.driver.give_rx(buffer);
+        }
+        if let Ok(program) = listener.accept_timeout(Duration::ZERO) {
+            program.set_nonblocking(true).unwrap();
+            programs.push(program);
+        }
+        if let Some(mut program) = programs.pop_if(|_| random(2) == 0) {
+            let _ = program.write(&[1; 3000]);
+            let _ = program.read(&mut [0; 3000]);
+            if random(3) == 0 {
+                programs.insert(0, program);
+            }
+        }
+    }
+    while next(&mut fixture).is_some() {}
+    assert!(works(&mut fixture));
 }
