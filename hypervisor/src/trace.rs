@@ -85,7 +85,7 @@ impl Ladder {
         ladder
     }
 
-    /// The step is reached now.
+    /// The step is reached now. Only the first time counts.
     pub fn mark(&self, name: &str) {
         self.add(name.to_owned(), monotonic_ns());
     }
@@ -95,15 +95,17 @@ impl Ladder {
         match value {
             ENTRY_STAMP => self.mark(step::KERNEL_ENTRY),
             boot_stamp::USERSPACE => self.mark(step::USERSPACE),
-            // The VMM marks these itself when the guest's word arrives.
-            boot_stamp::AGENT_READY | boot_stamp::COMMAND_STARTED => {}
+            boot_stamp::COMMAND_STARTED => self.mark(step::COMMAND_STARTED),
+            // Ready is what the VMM has heard, not what the agent believes.
+            boot_stamp::AGENT_READY => {}
             other => self.add(format!("guest stamp {other:#04x}"), monotonic_ns()),
         }
     }
 
     fn add(&self, name: String, now: u64) {
         let mut marks = self.marks();
-        if marks.len() < MAX_MARKS {
+        let known = marks.iter().any(|mark| mark.name == name);
+        if !known && marks.len() < MAX_MARKS {
             marks.push(Mark { name, ns: now - self.start, monotonic_ns: now });
         }
     }
@@ -153,7 +155,7 @@ mod tests {
     #[test]
     fn a_guest_cannot_fill_memory_with_marks() {
         let ladder = Ladder::start();
-        (0..10_000).for_each(|_| ladder.guest_stamp(1));
-        assert_eq!(ladder.report().stamps.len(), MAX_MARKS);
+        (0..10_000).for_each(|n| ladder.guest_stamp(n as u8));
+        assert!(ladder.report().stamps.len() <= MAX_MARKS);
     }
 }

@@ -65,6 +65,15 @@ impl GuestCommand {
         }
     }
 
+    /// True if the command's end is not known because the way to the guest has broken.
+    pub fn lost_the_guest(&self) -> bool {
+        let result = self.result.lock().unwrap_or_else(PoisonError::into_inner);
+        matches!(
+            result.as_ref(),
+            Some(Err(Error::Connect { .. } | Error::Send { .. } | Error::Receive { .. }))
+        )
+    }
+
     /// The exit code and the message, if it failed to run, of a command that has ended.
     pub fn exit_code(&self) -> (u8, Option<String>) {
         match self.result.lock().unwrap_or_else(PoisonError::into_inner).as_ref() {

@@ -20,6 +20,8 @@ use crate::trace::{Ladder, step};
 const CONSOLE_LINES: usize = 20;
 /// How long a command may take to end after the signal that was passed on to it.
 const SIGNAL_GRACE: Duration = Duration::from_secs(2);
+/// How long a guest whose connections have broken may take to end.
+const GOING_DOWN: Duration = Duration::from_secs(5);
 /// How long a guest with writable disks may take to write them back.
 const SYNC_GRACE: Duration = Duration::from_secs(10);
 
@@ -182,6 +184,11 @@ impl Run {
     }
 
     fn finished(&mut self) -> u8 {
+        if self.command.as_ref().is_some_and(GuestCommand::lost_the_guest)
+            && let Some(outcome) = self.wait_for_the_end()
+        {
+            return self.ended_early(&outcome);
+        }
         if self.syncs {
             self.control.power_off(SYNC_GRACE);
             while !matches!(self.control.next(None), Happening::Ended(_)) {}
@@ -197,6 +204,18 @@ impl Run {
         match self.signalled {
             Some((signal, _)) if code == 0 => by_signal(signal),
             _ => code,
+        }
+    }
+
+    /// A guest that goes down takes its connections down first.
+    fn wait_for_the_end(&mut self) -> Option<Outcome> {
+        let deadline = Instant::now() + GOING_DOWN;
+        loop {
+            match self.control.next(Some(deadline)) {
+                Happening::Ended(outcome) => return Some(outcome),
+                Happening::TimedOut => return None,
+                _ => {}
+            }
         }
     }
 
