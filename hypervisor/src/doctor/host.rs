@@ -134,12 +134,21 @@ fn reflink(name: &'static str, directory: &Path) -> Check {
     let shown = directory.display();
     match clone_a_file(directory) {
         Ok(()) => Check::ok(name, shown.to_string(), MEANING),
-        Err(error) => Check::limited(
-            name,
-            format!("{shown}: {error}"),
-            "disks are copied block by block for a snapshot or a clone",
-            format!("put {shown} on xfs (mkfs.xfs -m reflink=1) or btrfs"),
-        ),
+        Err(error) => {
+            // What cannot be written was not examined; only the kernel's "no" is about reflinks.
+            let cure = match error.kind() {
+                io::ErrorKind::PermissionDenied | io::ErrorKind::ReadOnlyFilesystem => {
+                    format!("make {shown} writable for this user, or name another directory")
+                }
+                _ => format!("put {shown} on xfs (mkfs.xfs -m reflink=1) or btrfs"),
+            };
+            Check::limited(
+                name,
+                format!("{shown}: {error}"),
+                "disks are copied block by block for a snapshot or a clone",
+                cure,
+            )
+        }
     }
 }
 

@@ -65,7 +65,12 @@ fn advice(report: &Report) -> String {
         (Verdict::Hardware, _) => {
             format!("Linux guests do not run here for want of {}", lacking.join(", "))
         }
-        _ => "Linux guests run in the lab only: tests/lab/run -- COMMAND".to_owned(),
+        (Verdict::Interpreting { .. }, _) => {
+            "Linux guests run in the lab only: tests/lab/run -- COMMAND".to_owned()
+        }
+        (Verdict::None { .. }, _) => {
+            "until that is cured, guests run in the lab only: tests/lab/run -- COMMAND".to_owned()
+        }
     }
 }
 
