@@ -8,7 +8,7 @@ use guest_protocol::HybridSocket;
 use nix::sys::signal::Signal;
 
 use super::guest_command::GuestCommand;
-use super::options::SpawnOptions;
+use super::options::{SpawnOptions, seconds};
 use crate::api::{Info, Reply, Request, StopHow};
 use crate::api_socket::request;
 use crate::event::{Event, Events};
@@ -30,7 +30,7 @@ pub struct ExecOptions {
     pub target: Target,
 
     /// Seconds to wait for a guest that is not ready yet
-    #[arg(long, default_value_t = 60, value_name = "SECONDS")]
+    #[arg(long, default_value_t = 60, value_name = "SECONDS", value_parser = seconds())]
     pub wait: u64,
 
     /// The command.
@@ -50,7 +50,7 @@ pub struct StopOptions {
     pub how: HowOption,
 
     /// Seconds until a guest that does not end is ended by force
-    #[arg(long, default_value_t = 5, value_name = "SECONDS")]
+    #[arg(long, default_value_t = 5, value_name = "SECONDS", value_parser = seconds())]
     pub timeout: u64,
 }
 

@@ -56,8 +56,13 @@ pub struct VmOptions {
     pub trace: Option<PathBuf>,
 
     /// Seconds until a guest whose agent does not answer counts as failed
-    #[arg(long, default_value_t = 60, value_name = "SECONDS")]
+    #[arg(long, default_value_t = 60, value_name = "SECONDS", value_parser = seconds())]
     pub boot_timeout: u64,
+}
+
+/// Reads a number of seconds that can be added to any time: up to a year.
+pub fn seconds() -> clap::builder::RangedU64ValueParser {
+    clap::value_parser!(u64).range(..=31_536_000)
 }
 
 /// See [`Console`].
@@ -140,12 +145,8 @@ pub struct SpawnOptions {
     pub user: Option<String>,
 
     /// The command and its arguments
-    #[arg(
-        required = true,
-        trailing_var_arg = true,
-        allow_hyphen_values = true,
-        value_name = "CMD"
-    )]
+    // Without allow_hyphen_values, so that a mistyped option before it is not taken for a command.
+    #[arg(required = true, trailing_var_arg = true, value_name = "CMD")]
     pub argv: Vec<String>,
 }
 
