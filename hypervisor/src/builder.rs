@@ -129,7 +129,10 @@ pub fn build(config: &VmConfig, observers: &Observers) -> Result<Vm, BuildError>
     let ladder = &observers.ladder;
     std::thread::scope(|scope| {
         let cpus = config.cpus;
-        let in_kernel = scope.spawn(move || make_in_kernel(cpus, &memory_for_kvm, ladder));
+        let in_kernel = std::thread::Builder::new()
+            .name("kvm".to_owned())
+            .spawn_scoped(scope, move || make_in_kernel(cpus, &memory_for_kvm, ladder))
+            .map_err(|source| BuildError::Host { what: "thread", source })?;
         let memory = memory::fresh(config.memory.bytes())?;
         ladder.mark(step::MEMORY_MAPPED);
         // Fails only if KVM did, which is told when that thread is joined.
