@@ -5,6 +5,7 @@
 
 use std::fs::File;
 use std::io::{self, Read, Seek, SeekFrom};
+use std::os::unix::fs::OpenOptionsExt;
 use std::path::{Path, PathBuf};
 
 use devices::memory::{GuestAddress, Memory};
@@ -20,7 +21,7 @@ use crate::layout;
 #[derive(Debug, thiserror::Error)]
 pub enum KernelError {
     /// It cannot be opened or read.
-    #[error("{what} {} cannot be read: {source}", path.display())]
+    #[error("{what} {} cannot be read: {source}; correct the path, or its mode", path.display())]
     Read {
         /// "kernel" or "initrd".
         what: &'static str,
@@ -37,8 +38,16 @@ pub enum KernelError {
         /// The path.
         path: PathBuf,
     },
+    /// Nothing in it.
+    #[error("{what} {} is empty; copy or build it again", path.display())]
+    Empty {
+        /// "kernel" or "initrd".
+        what: &'static str,
+        /// The file.
+        path: PathBuf,
+    },
     /// Not a kernel.
-    #[error("kernel {} is neither an x86-64 ELF vmlinux nor a bzImage", .0.display())]
+    #[error("kernel {} is neither an x86-64 ELF vmlinux nor a bzImage; name one of these", .0.display())]
     Format(PathBuf),
     /// A part of the file is missing.
     #[error("kernel {} is cut off: it has {len} bytes and needs {needed}; copy or build it again",
@@ -52,7 +61,8 @@ pub enum KernelError {
         needed: u64,
     },
     /// Headers that cannot be.
-    #[error("kernel {} has a malformed header: {reason}", path.display())]
+    #[error("kernel {} has a malformed header: {reason}; name a Linux kernel, or build it again",
+            path.display())]
     Malformed {
         /// The file.
         path: PathBuf,
@@ -101,7 +111,9 @@ pub struct LoadedKernel {
 
 fn open(what: &'static str, path: &Path) -> Result<(File, u64), KernelError> {
     let failed = |source| KernelError::Read { what, path: path.to_owned(), source };
-    let file = File::open(path).map_err(failed)?;
+    // A pipe that nobody writes to must not hold us up before it is seen to be one.
+    let file = File::options().read(true).custom_flags(libc::O_NONBLOCK).open(path);
+    let file = file.map_err(failed)?;
     let metadata = file.metadata().map_err(failed)?;
     if !metadata.is_file() {
         return Err(KernelError::NotAFile { what, path: path.to_owned() });
@@ -288,8 +300,7 @@ impl InitrdFile {
     pub fn open(path: &Path) -> Result<Self, KernelError> {
         let (file, len) = open("initrd", path)?;
         if len == 0 {
-            let source = io::Error::new(io::ErrorKind::UnexpectedEof, "the file is empty");
-            return Err(KernelError::Read { what: "initrd", path: path.to_owned(), source });
+            return Err(KernelError::Empty { what: "initrd", path: path.to_owned() });
         }
         Ok(Self { path: path.to_owned(), file, len })
     }
