@@ -30,7 +30,8 @@ pub enum SocketError {
     #[error("api socket {} exists and is not a socket; choose another path", .0.display())]
     NotASocket(PathBuf),
     /// It cannot be made.
-    #[error("api socket {} cannot be made: {source}", path.display())]
+    #[error("api socket {} cannot be made: {source}; choose a path of at most 107 bytes in an \
+             existing folder that you may write to", path.display())]
     Bind {
         /// The path.
         path: PathBuf,
@@ -38,7 +39,8 @@ pub enum SocketError {
         source: io::Error,
     },
     /// Nobody answers.
-    #[error("no VM answers at api socket {}: {source}", path.display())]
+    #[error("no VM answers at api socket {}: {source}; start one with `cube-vmm start`",
+            path.display())]
     Connect {
         /// The path.
         path: PathBuf,

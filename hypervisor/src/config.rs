@@ -163,7 +163,9 @@ impl FromStr for DiskConfig {
         let mut disk = Self { path: PathBuf::new(), id: String::new(), read_only: false };
         for option in text.split(',') {
             match option.split_once('=') {
-                Some(("path", path)) if !path.is_empty() => disk.path = path.into(),
+                Some(("path", path)) if !path.is_empty() && disk.path.as_os_str().is_empty() => {
+                    disk.path = path.into();
+                }
                 Some(("id", id)) => disk.id = checked_id(id)?,
                 None if option == "ro" => disk.read_only = true,
                 _ => return Err(ConfigError::DiskOption(option.to_owned())),

@@ -36,7 +36,7 @@ pub enum KvmError {
     #[error("/dev/kvm cannot be opened: {0}")]
     Open(std::io::Error),
     /// Not the KVM that everybody has.
-    #[error("/dev/kvm speaks API version {0}, expected 12")]
+    #[error("/dev/kvm speaks API version {0}, expected 12; see `cube-vmm doctor`")]
     ApiVersion(i32),
     /// The kernel's KVM is too old, or a variant.
     #[error("this kernel's KVM lacks {0}; use a newer kernel")]
