@@ -44,22 +44,6 @@ pub enum Request {
     },
 }
 
-impl Request {
-    /// Reads a request. A field that it does not have is an error: it may be a misspelt one. (That
-    /// cannot be left to `deny_unknown_fields`, which does not look at variants without fields.)
-    pub fn parse(line: &[u8]) -> Result<Self, serde_json::Error> {
-        use serde::de::Error;
-        let given: serde_json::Value = serde_json::from_slice(line)?;
-        let request = Self::deserialize(&given)?;
-        let known = serde_json::to_value(&request)?;
-        let mut fields = given.as_object().into_iter().flat_map(|fields| fields.keys());
-        match fields.find(|name| known.get(name).is_none()) {
-            Some(unknown) => Err(serde_json::Error::custom(format!("unknown field `{unknown}`"))),
-            None => Ok(request),
-        }
-    }
-}
-
 /// Milliseconds that [`Request::Stop`] gives the guest by default.
 pub fn default_stop_timeout() -> u64 {
     5000

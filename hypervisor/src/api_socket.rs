@@ -179,7 +179,7 @@ fn invalid(message: String) -> Reply {
 }
 
 fn dispatch(line: &[u8], events: &Events) -> Reply {
-    let request = match Request::parse(line) {
+    let request: Request = match serde_json::from_slice(line) {
         Ok(request) => request,
         Err(error) => return invalid(format!("not a request: {error}")),
     };
