@@ -26,12 +26,12 @@ pub const MAX_REQUEST: usize = 64 * 1024;
 #[serde(tag = "request", rename_all = "snake_case", deny_unknown_fields)]
 pub enum Request {
     /// What the VM is and how it is. Always legal. Answer: [`Reply::Info`].
-    Info,
+    Info {},
     /// Takes all vCPUs out of the guest and stops the devices. Legal while running. Answer:
     /// [`Reply::Done`] when nothing moves any more.
-    Pause,
+    Pause {},
     /// Goes on after a pause. Legal while paused. Answer: [`Reply::Done`].
-    Resume,
+    Resume {},
     /// Ends the VM. Always legal. Answer: [`Reply::Done`] when the end has begun; the process
     /// exits right after it.
     Stop {
@@ -68,7 +68,7 @@ pub enum StopHow {
 pub enum Reply {
     /// It is done.
     Done,
-    /// To [`Request::Info`].
+    /// To [`Request::Info {}`].
     Info(Box<Info>),
     /// Refused, or failed.
     Error {

@@ -256,7 +256,7 @@ mod tests {
     fn requests_are_answered() {
         let (_folder, path) = socket();
         let _socket = served(&path);
-        assert_eq!(request(&path, &Request::Pause).unwrap(), Reply::Done);
+        assert_eq!(request(&path, &Request::Pause {}).unwrap(), Reply::Done);
     }
 
     fn answer_to(bytes: &[u8]) -> String {

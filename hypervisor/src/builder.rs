@@ -5,47 +5,36 @@
 //! several times), while memory is mapped, the kernel is copied into it, and the devices are made.
 
 use std::io;
-use std::path::PathBuf;
+use std::sync::Arc;
 use std::sync::mpsc::{Receiver, sync_channel};
-use std::sync::{Arc, Mutex};
 
-use devices::bus::{Bus, BusDevice, BusError};
-use devices::event::Event;
-use devices::executor::{Executor, ExecutorError, ExecutorHandle};
-use devices::ids::{DeviceId, Gsi};
+use devices::bus::BusError;
+use devices::executor::{Executor, ExecutorError};
+use devices::ids::DeviceId;
 use devices::irq::Interrupt;
-use devices::legacy::debug::DebugPort;
-use devices::legacy::i8042::I8042;
-use devices::legacy::pvpanic::Pvpanic;
-use devices::legacy::serial::{self, Serial};
-use devices::legacy::sleep::SleepRegisters;
 use devices::memory::Memory;
-use devices::virtio::block::{Block, BlockConfig, DiskError, RawFile};
-use devices::virtio::mmio::{MmioTransport, REGION_SIZE};
-use devices::virtio::rng::{Rng, host_entropy};
-use devices::virtio::vsock::{Vsock, VsockConfig, VsockError, VsockHandle};
-use devices::virtio::{StartError, VirtioDevice};
+use devices::pci::root::SlotError;
+use devices::virtio::StartError;
+use devices::virtio::block::{BlockConfig, DiskError, RawFile};
+use devices::virtio::vsock::{VsockError, VsockHandle};
 use kvm_bindings::{CpuId, Msrs};
 use kvm_ioctls::VcpuFd;
 
 use crate::boot::entry::{self, Entry};
 use crate::boot::kernel::{InitrdFile, KernelError, KernelFile};
 use crate::boot::linux::BootInfo;
-use crate::boot::tables::{self, MmioDevice, TablesError};
-use crate::config::{ConfigError, Console, VmConfig};
+use crate::boot::tables::{self, Description, TablesError};
+use crate::config::{ConfigError, TransportKind, VmConfig};
 use crate::console::ConsoleLog;
 use crate::event::Events;
 use crate::kvm::{Host, KvmError, VmHandle};
 use crate::memory::MemoryError;
-use crate::outcome::Outcome;
 use crate::state::VmState;
 use crate::trace::{Ladder, step};
 use crate::vcpu::{Machine, Vcpu, VcpuError, install_kick_signal};
-use crate::vm::{Transport, Vm};
+use crate::vm::Vm;
+use crate::wiring::{LateHandle, Wiring, console};
 use crate::{cpu, layout, memory};
-
-/// The guest's context id: the only guest on its own vsock device, so it needs no other.
-const GUEST_CID: u64 = 3;
 
 /// Why a VM could not be built. Nothing is left behind.
 #[derive(Debug, thiserror::Error)]
@@ -71,6 +60,8 @@ pub enum BuildError {
     Bus(#[from] BusError),
     #[error(transparent)]
     Vsock(#[from] VsockError),
+    #[error(transparent)]
+    Slot(#[from] SlotError),
     #[error("device {id} cannot be made: {source}")]
     Device { id: DeviceId, source: StartError },
     #[error("boot structures cannot be written to guest memory: {0}")]
@@ -140,7 +131,7 @@ pub fn build(config: &VmConfig, observers: &Observers) -> Result<Vm, BuildError>
         drop(memory_to_kvm);
         let parts = Parts::make(config, files, &memory, observers)?;
         let in_kernel = in_kernel.join().map_err(|_| BuildError::Lost)??;
-        parts.join(config, memory, in_kernel, observers)
+        parts.join(config, in_kernel, observers, &memory)
     })
 }
 
@@ -163,23 +154,21 @@ fn make_in_kernel(
 }
 
 /// The part of the VM that needs no KVM.
-struct Parts {
-    pio: Bus,
-    mmio: Bus,
+struct Parts<'a> {
+    wiring: Wiring<'a>,
     executor: Executor,
-    transports: Vec<(DeviceId, Transport)>,
-    lines: Vec<(Gsi, Event)>,
     console: ConsoleLog,
     power_button: Interrupt,
     vsock: VsockHandle,
     entry: Entry,
+    handle: LateHandle,
 }
 
-impl Parts {
+impl<'a> Parts<'a> {
     fn make(
         config: &VmConfig,
         files: Files,
-        memory: &Memory,
+        memory: &'a Memory,
         observers: &Observers,
     ) -> Result<Self, BuildError> {
         let kernel = files.kernel.load(memory, config.boot_protocol)?;
@@ -188,35 +177,43 @@ impl Parts {
 
         let executor = Executor::spawn("vmm-loop")?;
         let console = console(config)?;
-        let mut wiring = Wiring::new(memory, executor.handle());
+        let handle = LateHandle::default();
+        let mut wiring = Wiring::new(config, memory, executor.handle(), handle.clone())?;
         wiring.legacy_devices(observers, console.clone())?;
         let power_button = wiring.line(layout::EVENT_GSI)?;
         let vsock = wiring.virtio_devices(config, files.disks)?;
 
-        let rsdp = tables::write(memory, config.cpus, &wiring.described())?;
+        let description = Description {
+            cpus: config.cpus,
+            virtio: &wiring.described(),
+            pci: config.transport == TransportKind::Pci,
+        };
+        let rsdp = tables::write(memory, &description)?;
         let boot =
             BootInfo { cmdline: &config.cmdline(), initrd, rsdp, ram: config.memory.bytes() };
         boot.write(memory, &kernel)?;
         let entry =
             if observers.stamp_entry { kernel.entry.stamped(memory)? } else { kernel.entry };
-        let Wiring { pio, mmio, transports, lines, .. } = wiring;
-        Ok(Self { pio, mmio, executor, transports, lines, console, power_button, vsock, entry })
+        Ok(Self { wiring, executor, console, power_button, vsock, entry, handle })
     }
 
     /// Brings both halves together.
     fn join(
         self,
         config: &VmConfig,
-        memory: Memory,
         in_kernel: InKernel,
         observers: &Observers,
+        memory: &Memory,
     ) -> Result<Vm, BuildError> {
-        for (gsi, event) in &self.lines {
-            in_kernel.handle.connect_interrupt(*gsi, event)?;
+        let handle = Arc::new(in_kernel.handle);
+        for (gsi, event) in &self.wiring.lines {
+            handle.connect_interrupt(*gsi, event)?;
         }
+        // Was empty: this is the only place that sets it.
+        let _ = self.handle.set(handle.clone());
         let machine = Machine {
-            pio: Arc::new(self.pio),
-            mmio: Arc::new(self.mmio),
+            pio: self.wiring.pio,
+            mmio: self.wiring.mmio,
             events: observers.events.clone(),
             ladder: observers.ladder.clone(),
         };
@@ -224,29 +221,22 @@ impl Parts {
         for (id, fd) in (0..).zip(in_kernel.vcpus) {
             let leaves = cpu::leaves(&in_kernel.cpuid, id, config.cpus);
             let boot_entry = (id == 0).then_some(self.entry);
-            set_up_vcpu(&fd, &leaves, boot_entry, &memory)?;
+            set_up_vcpu(&fd, &leaves, boot_entry, memory)?;
             vcpus.push(Vcpu::spawn(id, fd, machine.clone())?);
         }
         Ok(Vm {
             vcpus,
-            transports: self.transports,
+            transports: self.wiring.transports,
+            doorbells: self.wiring.doorbells,
             _executor: self.executor,
-            handle: Arc::new(in_kernel.handle),
-            memory,
+            handle,
+            memory: memory.clone(),
             config: config.clone(),
             console: self.console,
             power_button: self.power_button,
             vsock: self.vsock,
             state: VmState::Created,
         })
-    }
-}
-
-fn console(config: &VmConfig) -> Result<ConsoleLog, BuildError> {
-    match config.console {
-        Console::Off => Ok(ConsoleLog::new()),
-        Console::Serial => ConsoleLog::forwarding(io::stderr())
-            .map_err(|source| BuildError::Host { what: "console thread", source }),
     }
 }
 
@@ -273,107 +263,4 @@ fn set_up_vcpu(
         fd.set_regs(&entry.registers()).map_err(call("set registers"))?;
     }
     Ok(())
-}
-
-/// Devices on their way to the buses.
-struct Wiring<'a> {
-    memory: &'a Memory,
-    executor: ExecutorHandle,
-    pio: Bus,
-    mmio: Bus,
-    transports: Vec<(DeviceId, Transport)>,
-    lines: Vec<(Gsi, Event)>,
-}
-
-impl<'a> Wiring<'a> {
-    fn new(memory: &'a Memory, executor: ExecutorHandle) -> Self {
-        Self {
-            memory,
-            executor,
-            pio: Bus::new(),
-            mmio: Bus::new(),
-            transports: Vec::new(),
-            lines: Vec::new(),
-        }
-    }
-
-    fn line(&mut self, gsi: Gsi) -> Result<Interrupt, BuildError> {
-        let event = Event::new().map_err(|source| BuildError::Host { what: "eventfd", source })?;
-        self.lines.push((gsi, event.clone()));
-        Ok(Interrupt::from_event(event))
-    }
-
-    fn port(
-        &mut self,
-        name: &str,
-        port: u16,
-        len: u64,
-        device: impl BusDevice + 'static,
-    ) -> Result<(), BuildError> {
-        let device = Arc::new(Mutex::new(device));
-        Ok(self.pio.insert(name, u64::from(port), len, device)?)
-    }
-
-    fn legacy_devices(
-        &mut self,
-        observers: &Observers,
-        console: ConsoleLog,
-    ) -> Result<(), BuildError> {
-        let serial = Serial::new(self.line(layout::SERIAL_GSI)?, Box::new(console));
-        self.port("serial", layout::SERIAL_PORT, serial::LEN, serial)?;
-        let end = |outcome: Outcome| {
-            let events = observers.events.clone();
-            move || events.end(outcome.clone())
-        };
-        let reset = I8042::new(Box::new(end(Outcome::Reset)));
-        self.port("i8042", layout::I8042_PORT, devices::legacy::i8042::LEN, reset)?;
-        let sleep = SleepRegisters::new(Box::new(end(Outcome::PowerOff)));
-        self.port("sleep", layout::SLEEP_PORT, devices::legacy::sleep::LEN, sleep)?;
-        let panic = end(Outcome::Panic);
-        let pvpanic = Pvpanic::new(Box::new(move |_| panic()));
-        self.port("pvpanic", layout::PVPANIC_PORT, devices::legacy::pvpanic::LEN, pvpanic)?;
-        let ladder = observers.ladder.clone();
-        let debug = DebugPort::new(Box::new(move |value| ladder.guest_stamp(value)));
-        self.port("debug", guest_protocol::DEBUG_PORT, 1, debug)
-    }
-
-    fn virtio_devices(
-        &mut self,
-        config: &VmConfig,
-        disks: Vec<(DeviceId, RawFile, BlockConfig)>,
-    ) -> Result<VsockHandle, BuildError> {
-        // Disks first: the guest names them in the order in which it finds them.
-        for (id, file, block) in disks {
-            let device = Block::new(self.executor.clone(), Box::new(file), block);
-            self.virtio(id, Box::new(device))?;
-        }
-        let socket: Option<PathBuf> = config.vsock.clone();
-        let vsock = VsockConfig { guest_cid: GUEST_CID, socket };
-        let (vsock, handle) = Vsock::new(self.executor.clone(), vsock)?;
-        self.virtio(DeviceId::new("vsock"), Box::new(vsock))?;
-        let rng = Rng::new(self.executor.clone(), host_entropy);
-        self.virtio(DeviceId::new("rng"), Box::new(rng))?;
-        Ok(handle)
-    }
-
-    fn virtio(&mut self, id: DeviceId, device: Box<dyn VirtioDevice>) -> Result<(), BuildError> {
-        let index = self.transports.len();
-        let interrupt = self.line(layout::virtio_mmio_gsi(index))?;
-        let transport = MmioTransport::new(id.clone(), device, self.memory.clone(), &interrupt)
-            .map_err(|source| BuildError::Device { id: id.clone(), source })?;
-        let transport = Arc::new(Mutex::new(transport));
-        let base = layout::virtio_mmio_base(index);
-        self.mmio.insert(id.as_str(), base, REGION_SIZE, transport.clone())?;
-        self.transports.push((id, transport));
-        Ok(())
-    }
-
-    fn described(&self) -> Vec<MmioDevice> {
-        (0..self.transports.len())
-            .map(|index| MmioDevice {
-                base: layout::virtio_mmio_base(index),
-                gsi: layout::virtio_mmio_gsi(index),
-            })
-            .collect()
-    }
 }

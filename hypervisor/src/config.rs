@@ -54,10 +54,12 @@ pub enum ConfigError {
     #[error("disk id {0:?} is not usable; take 1 to 20 letters, digits, '-' or '_'")]
     BadId(String),
     /// More devices than lines.
-    #[error("{count} virtio devices do not fit; a VM takes {max}", max = layout::MAX_VIRTIO_MMIO)]
+    #[error("{count} virtio devices do not fit; a VM takes {max} on this transport")]
     TooManyDevices {
         /// Devices asked for.
         count: usize,
+        /// Devices that fit.
+        max: usize,
     },
     /// No kernel given and none found.
     #[error("no kernel was given and {} does not exist; build one with guest-kernel/build.sh or use --kernel FILE", .0.display())]
@@ -199,6 +201,17 @@ pub enum BootProtocol {
     Linux,
 }
 
+/// How the guest finds its virtio devices.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(rename_all = "lowercase")]
+pub enum TransportKind {
+    /// Registers at fixed addresses: the fastest to boot.
+    #[default]
+    Mmio,
+    /// PCI functions with MSI-X: what distribution kernels are made for.
+    Pci,
+}
+
 /// What happens with the serial console's output.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "lowercase")]
@@ -241,21 +254,27 @@ pub struct VmConfig {
     /// Entry of the kernel.
     #[serde(default)]
     pub boot_protocol: BootProtocol,
+    /// How virtio devices are attached.
+    #[serde(default)]
+    pub transport: TransportKind,
 }
 
 /// The kernel parameters that every guest gets, before `--cmdline-append`.
 ///
 /// `reboot=k panic=-1`: a reboot, also after a panic, is a reset of the i8042, which ends the VM.
-/// `pci=off`: there is no PCI bus on this machine, so the kernel need not look for one.
 /// `no_timer_check`, `tsc=reliable`: the clock is the hypervisor's and needs no calibration.
 /// `random.trust_cpu=on`: RDRAND may seed the generator, so that nothing waits for entropy.
-const CMDLINE: &str = "console=ttyS0 reboot=k panic=-1 pci=off no_timer_check tsc=reliable \
+const CMDLINE: &str = "console=ttyS0 reboot=k panic=-1 no_timer_check tsc=reliable \
                        random.trust_cpu=on 8250.nr_uarts=1";
 
 impl VmConfig {
     /// The whole kernel command line.
     pub fn cmdline(&self) -> String {
         let mut line = CMDLINE.to_owned();
+        if self.transport == TransportKind::Mmio {
+            // There is no PCI bus: the kernel need not look for one.
+            line.push_str(" pci=off");
+        }
         if self.console == Console::Off {
             // Errors and panics still reach the console, and from there the user.
             line.push_str(" quiet");
@@ -307,8 +326,12 @@ impl VmConfig {
         }
         // Beside the disks: entropy and vsock.
         let count = disks.len() + 2;
-        if count > layout::MAX_VIRTIO_MMIO {
-            return Err(ConfigError::TooManyDevices { count });
+        let max = match self.transport {
+            TransportKind::Mmio => layout::MAX_VIRTIO_MMIO,
+            TransportKind::Pci => usize::from(devices::pci::SLOTS) - 1,
+        };
+        if count > max {
+            return Err(ConfigError::TooManyDevices { count, max });
         }
         Ok(())
     }
@@ -343,6 +366,7 @@ mod tests {
             vsock: None,
             console: Console::Off,
             boot_protocol: BootProtocol::Auto,
+            transport: TransportKind::Mmio,
         }
     }
 

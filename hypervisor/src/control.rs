@@ -129,12 +129,12 @@ impl Control {
             return None;
         }
         match request {
-            Request::Info => answer(&reply, Reply::Info(Box::new(self.info()))),
-            Request::Pause => {
+            Request::Info {} => answer(&reply, Reply::Info(Box::new(self.info()))),
+            Request::Pause {} => {
                 let paused = self.vm.pause().map(crate::vm::Paused::keep);
                 answer(&reply, done(paused));
             }
-            Request::Resume => answer(&reply, done(self.vm.resume())),
+            Request::Resume {} => answer(&reply, done(self.vm.resume())),
             Request::Stop { how, timeout_ms } => {
                 let happening = self.stop(how, Duration::from_millis(timeout_ms));
                 answer(&reply, Reply::Done);

@@ -11,7 +11,9 @@
 //! 0x0010_0000 ├──────────────────────────────┤
 //!             │ RAM: kernel … initrd at top  │
 //! 0xc000_0000 ├──────────────────────────────┤ 3 GiB: end of low RAM at the latest
+//!             │ 0xc000_0000 PCI windows      │ 64 KiB each
 //!             │ 0xd000_0000 virtio-mmio      │ 4 KiB each
+//!             │ 0xe000_0000 PCI ECAM         │ 1 MiB, bus 0
 //!             │ 0xfec0_0000 I/O APIC         │
 //!             │ 0xfee0_0000 local APICs      │
 //!             │ 0xfffb_c000 KVM's own pages  │ identity map, TSS
@@ -51,6 +53,12 @@ pub const HIGH_RAM: u64 = 0x10_0000;
 pub const DEVICE_HOLE: u64 = 0xc000_0000;
 /// End of that hole.
 pub const DEVICE_HOLE_END: u64 = 0x1_0000_0000;
+/// Where the windows of PCI functions are, and may be moved to.
+pub const PCI_WINDOWS: u64 = 0xc000_0000;
+/// End of that area.
+pub const PCI_WINDOWS_END: u64 = 0xd000_0000;
+/// Configuration space of PCI bus 0.
+pub const PCI_ECAM: u64 = 0xe000_0000;
 /// First virtio-mmio device.
 pub const VIRTIO_MMIO: u64 = 0xd000_0000;
 /// I/O APIC registers, in the kernel.
@@ -75,10 +83,16 @@ pub const PVPANIC_PORT: u16 = devices::legacy::pvpanic::PORT;
 /// ACPI sleep control register; the status register follows.
 pub const SLEEP_PORT: u16 = 0x600;
 
+/// Registers of the PCI slots that have changed.
+pub const HOTPLUG_PORT: u16 = 0x620;
+
 /// COM1's line.
 pub const SERIAL_GSI: Gsi = devices::legacy::serial::COM1_GSI;
 /// ACPI generic event device: power button.
 pub const EVENT_GSI: Gsi = Gsi(5);
+/// ACPI generic event device: PCI slots have changed. On a machine with PCI, where no virtio-mmio
+/// device needs the line.
+pub const HOTPLUG_GSI: Gsi = Gsi(6);
 /// First line for virtio-mmio devices.
 pub const VIRTIO_GSI: Gsi = Gsi(6);
 /// Lines of the I/O APIC.
@@ -102,6 +116,11 @@ pub fn virtio_mmio_base(index: usize) -> u64 {
     VIRTIO_MMIO + index as u64 * devices::virtio::mmio::REGION_SIZE
 }
 
+/// Where the window of the n-th PCI function is at first.
+pub fn pci_window(index: usize) -> u64 {
+    PCI_WINDOWS + index as u64 * devices::virtio::pci::WINDOW_SIZE
+}
+
 /// Interrupt line of the n-th virtio-mmio device.
 pub fn virtio_mmio_gsi(index: usize) -> Gsi {
     Gsi(VIRTIO_GSI.0 + index as u32)
@@ -116,6 +135,11 @@ mod tests {
         assert_eq!(ram_regions(1 << 30), [(0, 1 << 30)]);
         assert_eq!(ram_regions(3 << 30), [(0, 3 << 30)]);
         assert_eq!(ram_regions(4 << 30), [(0, 3 << 30), (4 << 30, 1 << 30)]);
+    }
+
+    #[test]
+    fn pci_windows_stay_in_their_area() {
+        assert!(pci_window(usize::from(devices::pci::SLOTS)) <= PCI_WINDOWS_END);
     }
 
     #[test]

@@ -89,8 +89,8 @@ fn act(command: &Command, ladder: Ladder) -> anyhow::Result<u8> {
         Command::Start(options) => start::start(options, ladder),
         Command::Exec(options) => client::exec(options),
         Command::Info(target) => client::info(target),
-        Command::Pause(target) => client::plain(target, &Request::Pause),
-        Command::Resume(target) => client::plain(target, &Request::Resume),
+        Command::Pause(target) => client::plain(target, &Request::Pause {}),
+        Command::Resume(target) => client::plain(target, &Request::Resume {}),
         Command::Stop(options) => client::stop(options),
         Command::Doctor { json } => {
             let report = doctor::examine();

@@ -44,9 +44,9 @@ pub struct Illegal {
 /// Whether `request` may be carried out in `state`.
 pub fn check(state: VmState, request: &Request) -> Result<(), Illegal> {
     let (name, legal) = match request {
-        Request::Info => ("info", true),
-        Request::Pause => ("pause", state == VmState::Running),
-        Request::Resume => ("resume", state == VmState::Paused),
+        Request::Info {} => ("info", true),
+        Request::Pause {} => ("pause", state == VmState::Running),
+        Request::Resume {} => ("resume", state == VmState::Paused),
         Request::Stop { .. } => ("stop", true),
     };
     if legal { Ok(()) } else { Err(Illegal { request: name, state }) }
@@ -65,14 +65,14 @@ mod tests {
         let legal_in = |request: Request| -> Vec<VmState> {
             STATES.into_iter().filter(|&state| check(state, &request).is_ok()).collect()
         };
-        assert_eq!(legal_in(Request::Pause), [VmState::Running]);
-        assert_eq!(legal_in(Request::Resume), [VmState::Paused]);
+        assert_eq!(legal_in(Request::Pause {}), [VmState::Running]);
+        assert_eq!(legal_in(Request::Resume {}), [VmState::Paused]);
     }
 
     #[test]
     fn a_vm_can_always_be_asked_and_stopped() {
         for state in STATES {
-            assert_eq!(check(state, &Request::Info), Ok(()));
+            assert_eq!(check(state, &Request::Info {}), Ok(()));
             let stop = Request::Stop { how: StopHow::Kill, timeout_ms: 0 };
             assert_eq!(check(state, &stop), Ok(()));
         }
@@ -80,7 +80,7 @@ mod tests {
 
     #[test]
     fn a_refusal_names_request_and_state() {
-        let error = check(VmState::Paused, &Request::Pause).unwrap_err();
+        let error = check(VmState::Paused, &Request::Pause {}).unwrap_err();
         assert_eq!(error.to_string(), "pause is not legal while the VM is paused");
     }
 }

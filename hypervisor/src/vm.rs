@@ -6,23 +6,25 @@ use devices::executor::Executor;
 use devices::ids::DeviceId;
 use devices::irq::Interrupt;
 use devices::memory::Memory;
-use devices::virtio::mmio::MmioTransport;
+use devices::virtio::transport::Transport;
 use devices::virtio::vsock::VsockHandle;
 
 use crate::config::VmConfig;
 use crate::console::ConsoleLog;
+use crate::doorbells::Doorbells;
 use crate::kvm::VmHandle;
 use crate::state::VmState;
 use crate::vcpu::{Vcpu, VcpuError};
 
 /// A device on the bus, shared with it.
-pub type Transport = Arc<Mutex<MmioTransport>>;
+pub type SharedTransport = Arc<Mutex<dyn Transport>>;
 
 /// A VM. The fields are dropped in this order: first the vCPUs, so that nothing calls a device,
 /// then the devices, then the loop that runs them, then the VM in the kernel and its memory.
 pub struct Vm {
     pub(crate) vcpus: Vec<Vcpu>,
-    pub(crate) transports: Vec<(DeviceId, Transport)>,
+    pub(crate) transports: Vec<(DeviceId, SharedTransport)>,
+    pub(crate) doorbells: Doorbells,
     /// Runs the devices; here only so that it outlives them.
     pub(crate) _executor: Executor,
     pub(crate) handle: Arc<VmHandle>,
@@ -69,31 +71,10 @@ impl Vm {
     pub fn start(&mut self) -> Result<(), VcpuError> {
         self.run_vcpus()?;
         self.state = VmState::Running;
-        self.connect_doorbells();
-        Ok(())
-    }
-
-    /// Until a doorbell is connected its writes come as exits, which work as well and cost more.
-    /// KVM takes milliseconds for each on some hosts: the guest need not wait for that.
-    fn connect_doorbells(&self) {
-        let handle = self.handle.clone();
-        let mut doorbells = Vec::new();
-        for (index, (_, transport)) in self.transports.iter().enumerate() {
-            let base = crate::layout::virtio_mmio_base(index);
-            let all = lock(transport).doorbells().to_vec();
-            doorbells.extend(all.into_iter().map(|doorbell| (base, doorbell)));
-        }
-        let connect = move || {
-            for (base, doorbell) in doorbells {
-                if let Err(error) = handle.connect_doorbell(base, &doorbell) {
-                    tracing::warn!(%error, "doorbell works through exits");
-                }
-            }
-        };
-        let thread = std::thread::Builder::new().name("doorbells".to_owned());
-        if let Err(error) = thread.stack_size(64 * 1024).spawn(connect) {
+        if let Err(error) = self.doorbells.start(self.handle.clone()) {
             tracing::warn!(%error, "doorbells work through exits");
         }
+        Ok(())
     }
 
     fn run_vcpus(&self) -> Result<(), VcpuError> {
@@ -137,7 +118,7 @@ impl Vm {
     }
 }
 
-fn lock(transport: &Transport) -> MutexGuard<'_, MmioTransport> {
+fn lock(transport: &SharedTransport) -> MutexGuard<'_, dyn Transport + 'static> {
     transport.lock().unwrap_or_else(PoisonError::into_inner)
 }
 

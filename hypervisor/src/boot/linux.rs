@@ -23,6 +23,8 @@ fn memory_map(ram: u64) -> Vec<Range> {
     let mut map = vec![
         (0, layout::LOW_RAM_END, RAM),
         (layout::ACPI, layout::ACPI_END - layout::ACPI, RESERVED),
+        // Linux uses ECAM only where the memory map keeps it clear of RAM and BARs.
+        (layout::PCI_ECAM, devices::pci::root::ECAM_SIZE, RESERVED),
     ];
     for (start, len) in layout::ram_regions(ram) {
         let start_above = start.max(layout::HIGH_RAM);

@@ -7,4 +7,5 @@
 pub mod entry;
 pub mod kernel;
 pub mod linux;
+mod pci_tables;
 pub mod tables;

@@ -2,7 +2,8 @@
 //! power management, timer or interrupt controller to look for.
 //!
 //! FADT (sleep and reset registers), MADT (processors, I/O APIC), DSDT (virtio-mmio devices as
-//! `LNRO0005`, the serial port, the panic port, the event device with the power button, S5).
+//! `LNRO0005`, the PCI bus, the serial port, the panic port, the event device with the power button,
+//! S5).
 
 use acpi_tables::aml::{self, Path, ResourceTemplate};
 use acpi_tables::fadt::{FADTBuilder, Flags};
@@ -17,10 +18,11 @@ use acpi_tables::{Aml, AmlSink};
 use devices::ids::Gsi;
 use devices::memory::{Bytes, GuestAddress, Memory};
 
+use super::pci_tables;
 use crate::layout;
 
-const OEM: [u8; 6] = *b"CUBEVM";
-const TABLE: [u8; 8] = *b"CUBEMVMM";
+pub(super) const OEM: [u8; 6] = *b"CUBEVM";
+pub(super) const TABLE: [u8; 8] = *b"CUBEMVMM";
 
 /// A virtio-mmio device as the DSDT describes it.
 #[derive(Clone, Copy, Debug)]
@@ -29,6 +31,17 @@ pub struct MmioDevice {
     pub base: u64,
     /// Its interrupt line.
     pub gsi: Gsi,
+}
+
+/// What the tables describe.
+#[derive(Clone, Copy, Debug)]
+pub struct Description<'a> {
+    /// Number of vCPUs.
+    pub cpus: u32,
+    /// The virtio-mmio devices.
+    pub virtio: &'a [MmioDevice],
+    /// There is a PCI bus.
+    pub pci: bool,
 }
 
 /// Why the tables could not be written.
@@ -48,7 +61,7 @@ pub enum TablesError {
 }
 
 /// Writes all tables; gives the address of the root pointer.
-pub fn write(memory: &Memory, cpus: u32, devices: &[MmioDevice]) -> Result<u64, TablesError> {
+pub fn write(memory: &Memory, machine: &Description<'_>) -> Result<u64, TablesError> {
     let mut area = vec![0; Rsdp::len().next_multiple_of(16)];
     let place = |area: &mut Vec<u8>, table: &[u8]| {
         area.resize(area.len().next_multiple_of(16), 0);
@@ -56,12 +69,16 @@ pub fn write(memory: &Memory, cpus: u32, devices: &[MmioDevice]) -> Result<u64, 
         area.extend(table);
         address
     };
-    let dsdt_address = place(&mut area, dsdt(devices).as_slice());
+    let dsdt_address = place(&mut area, dsdt(machine).as_slice());
     let fadt_address = place(&mut area, &bytes(&fadt(dsdt_address)));
-    let madt_address = place(&mut area, &bytes(&madt(cpus)));
+    let madt_address = place(&mut area, &bytes(&madt(machine.cpus)));
     let mut xsdt = XSDT::new(OEM, TABLE, 1);
     xsdt.add_entry(fadt_address);
     xsdt.add_entry(madt_address);
+    if machine.pci {
+        let mcfg_address = place(&mut area, &bytes(&pci_tables::mcfg()));
+        xsdt.add_entry(mcfg_address);
+    }
     let xsdt_address = place(&mut area, &bytes(&xsdt));
     let rsdp = bytes(&Rsdp::new(OEM, xsdt_address));
     area.splice(..rsdp.len(), rsdp);
@@ -81,7 +98,7 @@ impl AmlSink for Bytecode {
     }
 }
 
-fn bytes(table: &dyn Aml) -> Vec<u8> {
+pub(super) fn bytes(table: &dyn Aml) -> Vec<u8> {
     let mut sink = Bytecode(Vec::new());
     table.to_aml_bytes(&mut sink);
     sink.0
@@ -159,31 +176,41 @@ fn virtio(index: usize, at: &MmioDevice) -> Vec<u8> {
     ))
 }
 
-/// The event device: its interrupt is a press of the power button.
-fn events() -> Vec<u8> {
+/// The event device: one interrupt is a press of the power button, the other says that the PCI
+/// slots have changed.
+fn events(pci: bool) -> Vec<u8> {
     let button = bytes(&aml::Device::new(
         "PWRB".into(),
         vec![&aml::Name::new("_HID".into(), &aml::EISAName::new("PNP0C0C"))],
     ));
+    let (pressed, plugged) = (line(layout::EVENT_GSI), line(layout::HOTPLUG_GSI));
+    let mut lines: Vec<&dyn Aml> = vec![&pressed];
+    let is_press = aml::Equal::new(&aml::Arg(0), &layout::EVENT_GSI.0);
+    let is_plug = aml::Equal::new(&aml::Arg(0), &layout::HOTPLUG_GSI.0);
+    let (target, kind) = (Path::new("\\_SB_.PWRB"), 0x80_u8);
+    let press = aml::Notify::new(&target, &kind);
+    let plug = aml::MethodCall::new("\\_SB_.PCI0.PCNT".into(), vec![]);
+    let on_press = aml::If::new(&is_press, vec![&press]);
+    let on_plug = aml::If::new(&is_plug, vec![&plug]);
+    let mut reactions: Vec<&dyn Aml> = vec![&on_press];
+    if pci {
+        lines.push(&plugged);
+        reactions.push(&on_plug);
+    }
     let events = bytes(&aml::Device::new(
         "GED_".into(),
         vec![
             &aml::Name::new("_HID".into(), &"ACPI0013"),
             &aml::Name::new("_UID".into(), &aml::ZERO),
-            &aml::Name::new("_CRS".into(), &ResourceTemplate::new(vec![&line(layout::EVENT_GSI)])),
-            &aml::Method::new(
-                "_EVT".into(),
-                1,
-                true,
-                vec![&aml::Notify::new(&Path::new("\\_SB_.PWRB"), &0x80_u8)],
-            ),
+            &aml::Name::new("_CRS".into(), &ResourceTemplate::new(lines)),
+            &aml::Method::new("_EVT".into(), 1, true, reactions),
         ],
     ));
     [button, events].concat()
 }
 
 /// Bytecode that is ready.
-struct Ready(Vec<u8>);
+pub(super) struct Ready(pub(super) Vec<u8>);
 
 impl Aml for Ready {
     fn to_aml_bytes(&self, sink: &mut dyn AmlSink) {
@@ -191,7 +218,7 @@ impl Aml for Ready {
     }
 }
 
-fn dsdt(devices: &[MmioDevice]) -> Sdt {
+fn dsdt(machine: &Description<'_>) -> Sdt {
     let serial = device(
         "COM1",
         &aml::EISAName::new("PNP0501"),
@@ -199,12 +226,14 @@ fn dsdt(devices: &[MmioDevice]) -> Sdt {
         vec![&ports(layout::SERIAL_PORT, 8), &line(layout::SERIAL_GSI)],
     );
     let panic = device("PEVT", &"QEMU0001", 0, vec![&ports(layout::PVPANIC_PORT, 1)]);
-    let virtio: Vec<u8> =
-        devices.iter().enumerate().flat_map(|(index, at)| virtio(index, at)).collect();
-    let content = Ready([serial, panic, events(), virtio].concat());
+    let devices = machine.virtio.iter().enumerate();
+    let virtio: Vec<u8> = devices.flat_map(|(index, at)| virtio(index, at)).collect();
+    let bridge = if machine.pci { pci_tables::host_bridge() } else { Vec::new() };
+    let content = Ready([serial, panic, bridge, events(machine.pci), virtio].concat());
     let scope = bytes(&aml::Scope::new("\\_SB_".into(), vec![&content]));
     // S5 is soft off; the value goes to the sleep control register.
-    let off = bytes(&aml::Name::new("\\_S5_".into(), &aml::Package::new(vec![&5_u8])));
+    let sleep_type = devices::legacy::sleep::SLEEP_TYPE_S5;
+    let off = bytes(&aml::Name::new("\\_S5_".into(), &aml::Package::new(vec![&sleep_type])));
     let mut table = Sdt::new(*b"DSDT", 36, 6, OEM, TABLE, 1);
     table.append_slice(&scope);
     table.append_slice(&off);
@@ -215,7 +244,7 @@ fn dsdt(devices: &[MmioDevice]) -> Sdt {
 mod tests {
     use super::*;
 
-    fn written(cpus: u32, devices: usize) -> Vec<u8> {
+    fn written(cpus: u32, devices: usize, pci: bool) -> Vec<u8> {
         let memory = crate::memory::fresh(32 << 20).unwrap();
         let devices: Vec<_> = (0..devices)
             .map(|index| MmioDevice {
@@ -223,7 +252,8 @@ mod tests {
                 gsi: layout::virtio_mmio_gsi(index),
             })
             .collect();
-        assert_eq!(write(&memory, cpus, &devices).unwrap(), layout::ACPI);
+        let machine = Description { cpus, virtio: &devices, pci };
+        assert_eq!(write(&memory, &machine).unwrap(), layout::ACPI);
         let mut area = vec![0; 0x2_0000];
         memory.read_slice(&mut area, GuestAddress(layout::ACPI)).unwrap();
         area
@@ -237,8 +267,8 @@ mod tests {
 
     #[test]
     fn every_table_has_a_valid_checksum() {
-        let area = written(4, 3);
-        for signature in [b"DSDT", b"FACP", b"APIC", b"XSDT"] {
+        let area = written(4, 3, true);
+        for signature in [b"DSDT", b"FACP", b"APIC", b"MCFG", b"XSDT"] {
             let sum = table(&area, signature).iter().fold(0_u8, |a, b| a.wrapping_add(*b));
             assert_eq!(sum, 0, "{signature:?}");
         }
@@ -247,7 +277,7 @@ mod tests {
 
     #[test]
     fn the_largest_machine_fits() {
-        let area = written(layout::MAX_CPUS, layout::MAX_VIRTIO_MMIO);
+        let area = written(layout::MAX_CPUS, layout::MAX_VIRTIO_MMIO, true);
         assert_eq!(table(&area, b"APIC").len(), 44 + 32 * 8 + 12);
     }
 }

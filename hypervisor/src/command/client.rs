@@ -64,7 +64,7 @@ pub enum HowOption {
 }
 
 fn info_of(path: &Path) -> anyhow::Result<Info> {
-    match request(path, &Request::Info)? {
+    match request(path, &Request::Info {})? {
         Reply::Info(info) => Ok(*info),
         Reply::Error { message, .. } => anyhow::bail!("{message}"),
         Reply::Done => anyhow::bail!("the VM answered info with done"),

@@ -6,7 +6,8 @@ use std::time::Duration;
 use clap::{Args, ValueEnum};
 
 use crate::config::{
-    BootProtocol, ConfigError, Console, DiskConfig, MemorySize, VmConfig, default_artifact,
+    BootProtocol, ConfigError, Console, DiskConfig, MemorySize, TransportKind, VmConfig,
+    default_artifact,
 };
 
 /// What a VM is made of; shared by `run` and `start`.
@@ -50,6 +51,11 @@ pub struct VmOptions {
     #[arg(long, value_enum, default_value_t = ProtocolOption::Auto)]
     pub boot_protocol: ProtocolOption,
 
+    /// How virtio devices are attached: mmio boots fastest, pci is what distribution kernels are
+    /// made for
+    #[arg(long, value_enum, default_value_t = TransportOption::Mmio)]
+    pub transport: TransportOption,
+
     /// Write the boot ladder (when each step of the boot was reached) to FILE as JSON; - prints it
     /// to standard error as a table
     #[arg(long, value_name = "FILE")]
@@ -80,6 +86,14 @@ pub enum ProtocolOption {
     Auto,
     Pvh,
     Linux,
+}
+
+/// See [`TransportKind`].
+#[derive(Clone, Copy, Debug, ValueEnum)]
+#[expect(missing_docs, reason = "see the type it stands for")]
+pub enum TransportOption {
+    Mmio,
+    Pci,
 }
 
 impl VmOptions {
@@ -117,6 +131,10 @@ impl VmOptions {
                 ProtocolOption::Auto => BootProtocol::Auto,
                 ProtocolOption::Pvh => BootProtocol::Pvh,
                 ProtocolOption::Linux => BootProtocol::Linux,
+            },
+            transport: match self.transport {
+                TransportOption::Mmio => TransportKind::Mmio,
+                TransportOption::Pci => TransportKind::Pci,
             },
         };
         config.validate()?;

@@ -1,0 +1,239 @@
+//! Devices on their way to the buses, for [`crate::builder`]: which address, which line, which
+//! transport.
+
+use std::io;
+use std::sync::{Arc, Mutex, OnceLock};
+
+use devices::bus::{Bus, BusDevice};
+use devices::event::Event;
+use devices::executor::ExecutorHandle;
+use devices::ids::{DeviceId, Gsi};
+use devices::irq::Interrupt;
+use devices::legacy::debug::{self, DebugPort};
+use devices::legacy::i8042::{self, I8042};
+use devices::legacy::pvpanic::{self, Pvpanic};
+use devices::legacy::serial::{self, Serial};
+use devices::legacy::sleep::{self, SleepRegisters};
+use devices::memory::Memory;
+use devices::pci::msix::MessageSink;
+use devices::pci::root::{self, EcamAccess, PciRoot, PortAccess};
+use devices::virtio::VirtioDevice;
+use devices::virtio::block::{Block, BlockConfig, RawFile};
+use devices::virtio::mmio::{MmioTransport, REGION_SIZE};
+use devices::virtio::pci::{PciTransport, VirtioFunction};
+use devices::virtio::rng::{Rng, host_entropy};
+use devices::virtio::vsock::{Vsock, VsockConfig, VsockHandle};
+
+use crate::boot::tables::MmioDevice;
+use crate::builder::{BuildError, Observers};
+use crate::config::{TransportKind, VmConfig};
+use crate::console::ConsoleLog;
+use crate::doorbells::Doorbells;
+use crate::kvm::VmHandle;
+use crate::layout;
+use crate::outcome::Outcome;
+use crate::vm::SharedTransport;
+
+/// The guest's context id: the only guest on its own vsock device, so it needs no other.
+const GUEST_CID: u64 = 3;
+
+/// The VM in the kernel, once it is there: devices are made before.
+pub type LateHandle = Arc<OnceLock<Arc<VmHandle>>>;
+
+/// Devices, buses and lines of a VM that is being built.
+pub struct Wiring<'a> {
+    memory: &'a Memory,
+    executor: ExecutorHandle,
+    handle: LateHandle,
+    root: Option<Arc<Mutex<PciRoot>>>,
+    /// Port I/O.
+    pub pio: Arc<Bus>,
+    /// Memory-mapped I/O.
+    pub mmio: Arc<Bus>,
+    /// The virtio devices, in the order in which the guest finds them.
+    pub transports: Vec<(DeviceId, SharedTransport)>,
+    /// The lines to connect.
+    pub lines: Vec<(Gsi, Event)>,
+    /// The doorbells to connect.
+    pub doorbells: Doorbells,
+}
+
+impl<'a> Wiring<'a> {
+    /// Empty buses; a PCI bus if the configuration wants one.
+    pub fn new(
+        config: &VmConfig,
+        memory: &'a Memory,
+        executor: ExecutorHandle,
+        handle: LateHandle,
+    ) -> Result<Self, BuildError> {
+        let mut this = Self {
+            memory,
+            executor,
+            handle,
+            root: None,
+            pio: Arc::default(),
+            mmio: Arc::default(),
+            transports: Vec::new(),
+            lines: Vec::new(),
+            doorbells: Doorbells::default(),
+        };
+        if config.transport == TransportKind::Pci {
+            this.pci_bus()?;
+        }
+        Ok(this)
+    }
+
+    fn pci_bus(&mut self) -> Result<(), BuildError> {
+        let doorbells = self.doorbells.clone();
+        let observer = Box::new(move |change: root::WindowChange| {
+            doorbells.place(&change.device, change.to);
+        });
+        let root = Arc::new(Mutex::new(PciRoot::new(&self.mmio, observer)));
+        let ports = PortAccess::new(root.clone());
+        self.port("pci-config", root::CONFIG_PORT, root::CONFIG_PORTS, ports)?;
+        let ecam = Arc::new(Mutex::new(EcamAccess::new(root.clone())));
+        self.mmio.insert("pci-ecam", layout::PCI_ECAM, root::ECAM_SIZE, ecam)?;
+        self.root = Some(root);
+        Ok(())
+    }
+
+    /// A new interrupt line.
+    pub fn line(&mut self, gsi: Gsi) -> Result<Interrupt, BuildError> {
+        let event = Event::new().map_err(|source| BuildError::Host { what: "eventfd", source })?;
+        self.lines.push((gsi, event.clone()));
+        Ok(Interrupt::from_event(event))
+    }
+
+    fn port(
+        &mut self,
+        name: &str,
+        port: u16,
+        len: u64,
+        device: impl BusDevice + 'static,
+    ) -> Result<(), BuildError> {
+        let device = Arc::new(Mutex::new(device));
+        Ok(self.pio.insert(name, u64::from(port), len, device)?)
+    }
+
+    /// Serial port, reset, power off, panic and debug ports.
+    pub fn legacy_devices(
+        &mut self,
+        observers: &Observers,
+        console: ConsoleLog,
+    ) -> Result<(), BuildError> {
+        let serial = Serial::new(self.line(layout::SERIAL_GSI)?, Box::new(console));
+        self.port("serial", layout::SERIAL_PORT, serial::LEN, serial)?;
+        let end = |outcome: Outcome| {
+            let events = observers.events.clone();
+            move || events.end(outcome.clone())
+        };
+        let reset = I8042::new(Box::new(end(Outcome::Reset)));
+        self.port("i8042", layout::I8042_PORT, i8042::LEN, reset)?;
+        let sleep = SleepRegisters::new(Box::new(end(Outcome::PowerOff)));
+        self.port("sleep", layout::SLEEP_PORT, sleep::LEN, sleep)?;
+        let panic = end(Outcome::Panic);
+        let pvpanic = Pvpanic::new(Box::new(move |_| panic()));
+        self.port("pvpanic", layout::PVPANIC_PORT, pvpanic::LEN, pvpanic)?;
+        let ladder = observers.ladder.clone();
+        let stamps = DebugPort::new(Box::new(move |value| ladder.guest_stamp(value)));
+        self.port("debug", guest_protocol::DEBUG_PORT, debug::LEN, stamps)
+    }
+
+    /// All virtio devices of the configuration; the way into the vsock device.
+    pub fn virtio_devices(
+        &mut self,
+        config: &VmConfig,
+        disks: Vec<(DeviceId, RawFile, BlockConfig)>,
+    ) -> Result<VsockHandle, BuildError> {
+        // Disks first: the guest names them in the order in which it finds them.
+        for (id, file, block) in disks {
+            let device = Block::new(self.executor.clone(), Box::new(file), block);
+            self.virtio(id, Box::new(device))?;
+        }
+        let vsock = VsockConfig { guest_cid: GUEST_CID, socket: config.vsock.clone() };
+        let (vsock, handle) = Vsock::new(self.executor.clone(), vsock)?;
+        self.virtio(DeviceId::new("vsock"), Box::new(vsock))?;
+        let rng = Rng::new(self.executor.clone(), host_entropy);
+        self.virtio(DeviceId::new("rng"), Box::new(rng))?;
+        Ok(handle)
+    }
+
+    fn virtio(&mut self, id: DeviceId, device: Box<dyn VirtioDevice>) -> Result<(), BuildError> {
+        match self.root.clone() {
+            Some(root) => self.virtio_pci(id, device, &root),
+            None => self.virtio_mmio(id, device),
+        }
+    }
+
+    fn virtio_mmio(
+        &mut self,
+        id: DeviceId,
+        device: Box<dyn VirtioDevice>,
+    ) -> Result<(), BuildError> {
+        let index = self.transports.len();
+        let interrupt = self.line(layout::virtio_mmio_gsi(index))?;
+        let transport = MmioTransport::new(id.clone(), device, self.memory.clone(), &interrupt)
+            .map_err(|source| BuildError::Device { id: id.clone(), source })?;
+        self.doorbells.add_device(id.clone(), transport.doorbells().to_vec());
+        let base = layout::virtio_mmio_base(index);
+        let transport = Arc::new(Mutex::new(transport));
+        self.mmio.insert(id.as_str(), base, REGION_SIZE, transport.clone())?;
+        self.doorbells.place(&id, Some(base));
+        self.transports.push((id, transport));
+        Ok(())
+    }
+
+    fn virtio_pci(
+        &mut self,
+        id: DeviceId,
+        device: Box<dyn VirtioDevice>,
+        root: &Mutex<PciRoot>,
+    ) -> Result<(), BuildError> {
+        let sink = message_sink(self.handle.clone());
+        let transport = PciTransport::new(id.clone(), device, self.memory.clone(), sink)
+            .map_err(|source| BuildError::Device { id: id.clone(), source })?;
+        self.doorbells.add_device(id.clone(), transport.doorbells().to_vec());
+        let transport = Arc::new(Mutex::new(transport));
+        let base = layout::pci_window(self.transports.len());
+        let function = VirtioFunction::new(transport.clone(), base);
+        let mut root = root.lock().unwrap_or_else(std::sync::PoisonError::into_inner);
+        root.insert(id.clone(), Box::new(function))?;
+        self.transports.push((id, transport));
+        Ok(())
+    }
+
+    /// The virtio-mmio devices, for the DSDT.
+    pub fn described(&self) -> Vec<MmioDevice> {
+        if self.root.is_some() {
+            return Vec::new();
+        }
+        (0..self.transports.len())
+            .map(|index| MmioDevice {
+                base: layout::virtio_mmio_base(index),
+                gsi: layout::virtio_mmio_gsi(index),
+            })
+            .collect()
+    }
+}
+
+/// Messages go straight to KVM: the devices raise them from threads of this process, for which an
+/// eventfd with a route in the kernel would be one more step, and a slow one to set up.
+fn message_sink(handle: LateHandle) -> MessageSink {
+    Arc::new(move |message| {
+        if let Some(handle) = handle.get()
+            && let Err(error) = handle.signal_msi(message)
+        {
+            // The guest chose an address that means no interrupt controller.
+            tracing::debug!(%error, ?message, "interrupt not delivered");
+        }
+    })
+}
+
+/// The host's side of the serial console.
+pub fn console(config: &VmConfig) -> Result<ConsoleLog, BuildError> {
+    match config.console {
+        crate::config::Console::Off => Ok(ConsoleLog::new()),
+        crate::config::Console::Serial => ConsoleLog::forwarding(io::stderr())
+            .map_err(|source| BuildError::Host { what: "console thread", source }),
+    }
+}
