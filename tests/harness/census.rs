@@ -1,0 +1,99 @@
+//! Processes, files and memory, as `/proc` has them.
+
+use std::fs;
+use std::path::{Path, PathBuf};
+
+use crate::place::MARK;
+
+/// The processes that were started from the place with this root, in words. Whoever they were
+/// orphaned to: the environment tells.
+pub fn marked(root: &Path) -> Vec<String> {
+    let mark = format!("{MARK}={}\0", root.display());
+    let is_marked = |process: &PathBuf| {
+        let environment = fs::read(process.join("environ")).unwrap_or_default();
+        environment.windows(mark.len()).any(|window| window == mark.as_bytes())
+    };
+    processes().into_iter().filter(is_marked).map(|process| describe(&process)).collect()
+}
+
+fn processes() -> Vec<PathBuf> {
+    let is_process = |path: &PathBuf| {
+        path.file_name().is_some_and(|name| name.as_encoded_bytes().iter().all(u8::is_ascii_digit))
+    };
+    let entries = fs::read_dir("/proc").unwrap();
+    entries.filter_map(|entry| Some(entry.ok()?.path())).filter(is_process).collect()
+}
+
+fn describe(process: &Path) -> String {
+    let line = fs::read(process.join("cmdline")).unwrap_or_default();
+    let words = String::from_utf8_lossy(&line).replace('\0', " ");
+    format!("process {} {}", process.display(), words.trim_end())
+}
+
+/// What the places where programs put temporary things hold of ours, and how many processes run
+/// `cube-vmm`. To be compared with an earlier one.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct Census {
+    /// `cube-vmm` processes, by command line.
+    pub processes: Vec<String>,
+    /// Entries of temporary folders whose name is of ours. Those of running tests do not count.
+    pub files: Vec<PathBuf>,
+    /// Descriptors of this process.
+    pub descriptors: usize,
+}
+
+impl Census {
+    /// Looks now.
+    pub fn take() -> Self {
+        let runs_vmm = |process: &PathBuf| {
+            let name = fs::read_to_string(process.join("comm")).unwrap_or_default();
+            name.trim_end() == "cube-vmm"
+        };
+        let mut vmms: Vec<_> = processes().into_iter().filter(runs_vmm).collect();
+        vmms.sort();
+        let mut files: Vec<_> = ["/tmp", "/var/tmp", "/run", "/dev/shm"]
+            .into_iter()
+            .flat_map(|folder| fs::read_dir(folder).into_iter().flatten())
+            .filter_map(|entry| Some(entry.ok()?.path()))
+            .filter(|path| is_of_ours(path))
+            .collect();
+        files.sort();
+        let processes = vmms.iter().map(|process| describe(process)).collect();
+        Self { processes, files, descriptors: descriptors("self".as_ref()).len() }
+    }
+}
+
+fn is_of_ours(path: &Path) -> bool {
+    let name = path.file_name().unwrap_or_default().to_string_lossy().to_lowercase();
+    let ours = ["cube", "vmm", "vsock", "kvm"].iter().any(|word| name.contains(word));
+    ours && !name.starts_with("cube-test-") && !name.starts_with("cubevmm-lab")
+}
+
+/// What each descriptor of a process is.
+pub fn descriptors(process: &Path) -> Vec<PathBuf> {
+    let Ok(entries) = fs::read_dir(Path::new("/proc").join(process).join("fd")) else {
+        return Vec::new();
+    };
+    // The one that reads the folder has no target any more.
+    entries.filter_map(|entry| fs::read_link(entry.ok()?.path()).ok()).collect()
+}
+
+/// Bytes of memory that a process has for itself (its proportional set size), without guest RAM:
+/// private anonymous mappings of at least `guest_ram` bytes.
+pub fn private_memory(process: u32, guest_ram: u64) -> u64 {
+    let smaps = fs::read_to_string(format!("/proc/{process}/smaps")).unwrap();
+    let mut in_guest_ram = false;
+    let mut sum = 0;
+    for line in smaps.lines() {
+        let (head, rest) = line.split_once([' ', ':']).unwrap_or((line, ""));
+        if let Some((start, end)) = head.split_once('-') {
+            let at = |text| u64::from_str_radix(text, 16).unwrap();
+            in_guest_ram = at(end) - at(start) >= guest_ram;
+        } else if head == "Pss" && !in_guest_ram {
+            let kib: u64 =
+                rest.trim_start_matches([':', ' ']).split(' ').next().unwrap().parse().unwrap();
+            sum += kib << 10;
+        }
+    }
+    sum
+}

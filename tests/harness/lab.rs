@@ -1,0 +1,72 @@
+//! The main function of tests that need real guests. They run here if this machine's KVM runs Linux
+//! guests, and in the lab otherwise, without the person doing anything.
+
+use std::env;
+use std::os::unix::process::CommandExt;
+use std::process::{Command, ExitCode};
+
+use libtest_mimic::{Arguments, Trial};
+
+use crate::artifacts::{Artifact, may_skip, repository, tell_skipped};
+
+/// Seconds that a whole target may take in the lab.
+const LAB_TIMEOUT: &str = "1500";
+
+/// Makes the list of a module's tests, by name.
+#[macro_export]
+macro_rules! trials {
+    ($($name:ident),* $(,)?) => {
+        vec![$($crate::lab::trial(module_path!(), stringify!($name), $name)),*]
+    };
+}
+
+/// A test of a module, called as cargo's own would be.
+pub fn trial(module: &str, name: &str, test: fn()) -> Trial {
+    let within = module.split_once("::").map_or("", |(_, within)| within);
+    let path = if within.is_empty() { name.to_owned() } else { format!("{within}::{name}") };
+    Trial::test(path, move || {
+        test();
+        Ok(())
+    })
+}
+
+/// Runs the trials, here or in the lab. They need `cube-vmm`, the kernel and the root image.
+pub fn run_here_or_in_lab(trials: Vec<Trial>) -> ExitCode {
+    let mut arguments = Arguments::from_args();
+    if arguments.list {
+        return libtest_mimic::run(&arguments, trials).exit_code();
+    }
+    for artifact in [Artifact::Vmm, Artifact::Kernel, Artifact::Initrd] {
+        let Err(message) = artifact.find() else { continue };
+        if may_skip(artifact.name()) {
+            tell_skipped("all tests that need a guest", &message);
+            return ExitCode::SUCCESS;
+        }
+        eprintln!("{message}, or leave the tests out with CUBE_ALLOW_SKIP={}", artifact.name());
+        return ExitCode::FAILURE;
+    }
+    if env::var_os("LAB").is_none() && !hypervisor::doctor::examine().runs_linux() {
+        return in_lab();
+    }
+    // A guest keeps a processor busy while it boots, and so does what a test does beside it.
+    arguments.test_threads.get_or_insert(1);
+    libtest_mimic::run(&arguments, trials).exit_code()
+}
+
+/// Becomes the lab, which runs this again.
+fn in_lab() -> ExitCode {
+    let lab = repository().join("tests/lab/run");
+    let exe = match env::current_exe() {
+        Ok(exe) => exe,
+        Err(error) => {
+            eprintln!("the path of this program is unknown: {error}");
+            return ExitCode::FAILURE;
+        }
+    };
+    eprintln!("no KVM that runs Linux guests here (see cube-vmm doctor): running in the lab");
+    let mut command = Command::new(&lab);
+    command.args(["--timeout", LAB_TIMEOUT, "--"]).arg(exe).args(env::args_os().skip(1));
+    let error = command.exec();
+    eprintln!("{} cannot be run: {error}", lab.display());
+    ExitCode::FAILURE
+}

@@ -1,0 +1,36 @@
+//! What the tests are made with: `cube-vmm` as a person starts it, a guest as a person uses it, and
+//! a look at what they leave behind.
+//!
+//! | module | what it gives |
+//! |---|---|
+//! | [`place`] | a folder for one test; when it is dropped, nothing may be left in it or alive from it |
+//! | [`call`] | one call of `cube-vmm`: its input, environment and user; how it ended |
+//! | [`vm`] | [`TestVm`]: a guest that stays, behind its control socket |
+//! | [`guest`] | commands in such a guest |
+//! | [`lifecycle`] | what a check must survive: pause and resume |
+//! | [`census`] | processes, files and memory, as `/proc` has them |
+//! | [`terminal`] | a terminal for `cube-vmm` |
+//! | [`image`] | kernels of a few bytes, disk and root images |
+//! | [`artifacts`] | where the things under test are, and what to say when they are missing |
+//! | [`lab`] | the main function of tests that need real guests: here, or in the lab |
+//!
+//! Nothing here is part of the product. A failure is a panic with all that is known.
+
+#![allow(clippy::unwrap_used, clippy::expect_used, clippy::panic, reason = "tests fail by panics")]
+
+pub mod artifacts;
+pub mod call;
+pub mod census;
+pub mod guest;
+pub mod image;
+pub mod lab;
+pub mod lifecycle;
+pub mod place;
+pub mod terminal;
+pub mod vm;
+
+pub use call::{Call, Ended, Running};
+pub use guest::{Output, sh};
+pub use lifecycle::{Step, lifecycle};
+pub use place::Place;
+pub use vm::TestVm;

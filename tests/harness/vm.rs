@@ -1,0 +1,261 @@
+//! A guest that stays: `cube-vmm start` in a place of its own, ready for commands.
+
+use std::io::{BufRead, BufReader, Write};
+use std::os::unix::net::UnixStream;
+use std::path::{Path, PathBuf};
+use std::time::{Duration, Instant};
+
+use guest_protocol::{Client, HybridSocket, Spawn};
+use hypervisor::api::{Info, Reply, Request, StopHow};
+use hypervisor::api_socket;
+
+use crate::call::{Call, Ended, Running};
+use crate::guest::{GuestProcess, Output};
+use crate::place::Place;
+
+/// A guest that is not ready by then never will be. The lab is slow.
+const BOOTS_WITHIN: Duration = Duration::from_secs(120);
+/// How long the end of a VM that is killed may take.
+const ENDS_WITHIN: Duration = Duration::from_secs(30);
+
+/// A `cube-vmm start` that has not been called yet.
+pub struct Builder {
+    place: Place,
+    arguments: Vec<String>,
+}
+
+impl Builder {
+    fn option(mut self, name: &str, value: impl Into<String>) -> Self {
+        self.arguments.extend([name.to_owned(), value.into()]);
+        self
+    }
+
+    /// Number of vCPUs.
+    #[must_use]
+    pub fn cpus(self, count: u32) -> Self {
+        self.option("--cpus", count.to_string())
+    }
+
+    /// Guest memory, such as `256M`.
+    #[must_use]
+    pub fn memory(self, size: &str) -> Self {
+        self.option("--memory", size)
+    }
+
+    /// A disk, in the words of `--disk`.
+    #[must_use]
+    pub fn disk(self, disk: impl Into<String>) -> Self {
+        self.option("--disk", disk)
+    }
+
+    /// An image that becomes the guest's root.
+    #[must_use]
+    pub fn rootfs(self, image: &str) -> Self {
+        self.option("--rootfs", image)
+    }
+
+    /// The place, for files that the VM is given.
+    pub fn place(&self) -> &Place {
+        &self.place
+    }
+
+    /// Starts it, and waits until the guest is ready.
+    ///
+    /// # Panics
+    /// If it does not get so far.
+    #[track_caller]
+    pub fn boot(self) -> TestVm {
+        let Self { place, arguments } = self;
+        let (api, vsock) = (PathBuf::from(place.path("api")), PathBuf::from(place.path("vsock")));
+        let call: Call<'_> = place.call(["start", "--api-socket", "api", "--vsock"]);
+        let running = call.arguments([vsock.as_os_str()]).arguments(&arguments).start();
+        let mut vm = TestVm { running: Some(running), api, vsock, place };
+        vm.wait_until_ready();
+        vm
+    }
+}
+
+/// A guest that is ready. Dropped, it is killed, and nothing of it may be left.
+pub struct TestVm {
+    // Taken by whoever waits for its end.
+    running: Option<Running>,
+    api: PathBuf,
+    vsock: PathBuf,
+    // After the process, which it looks for.
+    place: Place,
+}
+
+impl TestVm {
+    /// What it shall be.
+    pub fn builder() -> Builder {
+        Builder { place: Place::new(), arguments: Vec::new() }
+    }
+
+    /// A guest like any other.
+    ///
+    /// # Panics
+    /// If it does not boot.
+    #[track_caller]
+    pub fn boot() -> Self {
+        Self::builder().boot()
+    }
+
+    #[track_caller]
+    fn wait_until_ready(&mut self) {
+        let deadline = Instant::now() + BOOTS_WITHIN;
+        loop {
+            let answer = api_socket::request(&self.api, &Request::Info {});
+            if let Ok(Reply::Info(info)) = &answer
+                && info.ready
+            {
+                return;
+            }
+            if self.running_mut().has_ended() {
+                let ended = self.running.take().unwrap().end();
+                panic!("the VM ended instead of getting ready: {ended:?}");
+            }
+            assert!(Instant::now() < deadline, "not ready in {BOOTS_WITHIN:?}: {answer:?}");
+            std::thread::sleep(Duration::from_millis(10));
+        }
+    }
+
+    fn running_mut(&mut self) -> &mut Running {
+        self.running.as_mut().expect("it runs until it is waited for")
+    }
+
+    /// The process that holds it.
+    pub fn running(&self) -> &Running {
+        self.running.as_ref().expect("it runs until it is waited for")
+    }
+
+    /// Process id of the VMM.
+    pub fn pid(&self) -> u32 {
+        self.running().pid()
+    }
+
+    /// Its control socket.
+    pub fn api_socket(&self) -> &Path {
+        &self.api
+    }
+
+    /// Its vsock socket.
+    pub fn vsock(&self) -> &Path {
+        &self.vsock
+    }
+
+    /// Its place.
+    pub fn place(&self) -> &Place {
+        &self.place
+    }
+
+    /// A call of `cube-vmm` about it: a subcommand, then its other arguments.
+    pub fn cli(&self, subcommand: &str, arguments: &[&str]) -> Call<'_> {
+        let call = self.place.call([subcommand, "--api-socket"]);
+        call.arguments([self.api.as_os_str()]).arguments(arguments)
+    }
+
+    /// Sends a request and gives the answer.
+    ///
+    /// # Panics
+    /// If there is none.
+    #[track_caller]
+    pub fn request(&self, request: &Request) -> Reply {
+        api_socket::request(&self.api, request).unwrap()
+    }
+
+    /// Sends a request that is to be carried out.
+    ///
+    /// # Panics
+    /// If it is not.
+    #[track_caller]
+    pub fn ask(&self, request: &Request) {
+        assert_eq!(self.request(request), Reply::Done, "{request:?}");
+    }
+
+    /// What it tells of itself.
+    ///
+    /// # Panics
+    /// If it does not.
+    #[track_caller]
+    pub fn info(&self) -> Info {
+        match self.request(&Request::Info {}) {
+            Reply::Info(info) => *info,
+            reply => panic!("info was answered with {reply:?}"),
+        }
+    }
+
+    /// Sends raw bytes as one conversation on the control socket; gives all that is answered until
+    /// `lines` lines have come or the other side closes.
+    pub fn converse(&self, bytes: &[u8], lines: usize) -> Vec<String> {
+        let mut stream = UnixStream::connect(&self.api).unwrap();
+        stream.set_read_timeout(Some(ENDS_WITHIN)).unwrap();
+        // The other side may stop reading and close before all is written.
+        let _ = stream.write_all(bytes);
+        let answers = BufReader::new(stream).lines().take(lines);
+        answers.map_while(Result::ok).collect()
+    }
+
+    /// The agent.
+    ///
+    /// # Panics
+    /// If it cannot be reached.
+    #[track_caller]
+    pub fn agent(&self) -> Client {
+        Client::connect(HybridSocket::new(&self.vsock)).unwrap()
+    }
+
+    /// Starts a command in the guest.
+    ///
+    /// # Panics
+    /// If it cannot be started.
+    #[track_caller]
+    pub fn start(&self, spawn: Spawn) -> GuestProcess {
+        GuestProcess::start(&self.vsock, spawn).unwrap()
+    }
+
+    /// Runs a command in the guest.
+    ///
+    /// # Panics
+    /// If it cannot be started.
+    #[track_caller]
+    pub fn exec<'w>(&self, argv: impl IntoIterator<Item = &'w str>) -> Output {
+        self.start(Spawn::new(argv)).end()
+    }
+
+    /// Runs a command in the guest that reads `input`.
+    ///
+    /// # Panics
+    /// If it cannot be started, or does not read.
+    #[track_caller]
+    pub fn exec_with<'w>(&self, argv: impl IntoIterator<Item = &'w str>, input: &[u8]) -> Output {
+        let mut process = self.start(Spawn::new(argv));
+        process.feed(input);
+        process.end()
+    }
+
+    /// Waits for the VM's end, which somebody else has brought about. Nothing may be left of it.
+    ///
+    /// # Panics
+    /// If it does not end, or leaves something.
+    #[track_caller]
+    pub fn end(mut self) -> Ended {
+        let ended = self.running.take().expect("it runs until now").end_within(ENDS_WITHIN);
+        self.place.assert_clean();
+        ended
+    }
+}
+
+impl Drop for TestVm {
+    fn drop(&mut self) {
+        let Some(running) = self.running.take() else { return };
+        if std::thread::panicking() {
+            let said = running.stderr.so_far();
+            eprintln!("the VM's standard error:\n{}", String::from_utf8_lossy(&said));
+            return;
+        }
+        let kill = Request::Stop { how: StopHow::Kill, timeout_ms: 0 };
+        api_socket::request(&self.api, &kill).unwrap();
+        let ended = running.end_within(ENDS_WITHIN);
+        assert_eq!(ended.code, 0, "the end of the VM: {ended:?}");
+    }
+}
