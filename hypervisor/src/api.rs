@@ -15,7 +15,7 @@ use std::path::PathBuf;
 use guest_protocol::Hello;
 use serde::{Deserialize, Serialize};
 
-use crate::config::VmConfig;
+use crate::config::{DiskConfig, VmConfig};
 use crate::state::VmState;
 
 /// Longest request line in bytes.
@@ -32,6 +32,18 @@ pub enum Request {
     Pause {},
     /// Goes on after a pause. Legal while paused. Answer: [`Reply::Done`].
     Resume {},
+    /// Plugs a disk. Legal while running, on a VM with PCI. Answer: [`Reply::Done`] when it is in
+    /// its slot; the guest finds it a moment later.
+    AddDisk {
+        /// The disk; its id must be given and not be taken.
+        disk: DiskConfig,
+    },
+    /// Asks the guest to let go of a device. Legal while running, on a VM with PCI. Answer:
+    /// [`Reply::Done`] when the guest has been asked; [`Info::devices`] tells when it is gone.
+    RemoveDevice {
+        /// The device's name.
+        id: String,
+    },
     /// Ends the VM. Always legal. Answer: [`Reply::Done`] when the end has begun; the process
     /// exits right after it.
     Stop {
@@ -106,6 +118,8 @@ pub struct Info {
     pub version: String,
     /// Unix socket for vsock: `CONNECT <port>` reaches the guest.
     pub vsock: Option<PathBuf>,
-    /// What the VM was made from.
+    /// The names of its virtio devices.
+    pub devices: Vec<String>,
+    /// What the VM was made from, with what has been plugged since.
     pub config: VmConfig,
 }

@@ -178,7 +178,8 @@ impl<'a> Parts<'a> {
         let executor = Executor::spawn("vmm-loop")?;
         let console = console(config)?;
         let handle = LateHandle::default();
-        let mut wiring = Wiring::new(config, memory, executor.handle(), handle.clone())?;
+        let mut wiring =
+            Wiring::new(config, memory, executor.handle(), handle.clone(), &observers.events)?;
         wiring.legacy_devices(observers, console.clone())?;
         let power_button = wiring.line(layout::EVENT_GSI)?;
         let vsock = wiring.virtio_devices(config, files.disks)?;
@@ -228,7 +229,8 @@ impl<'a> Parts<'a> {
             vcpus,
             transports: self.wiring.transports,
             doorbells: self.wiring.doorbells,
-            _executor: self.executor,
+            pci: self.wiring.pci,
+            executor: self.executor,
             handle,
             memory: memory.clone(),
             config: config.clone(),

@@ -10,6 +10,7 @@ use guest_protocol::{Client, Hello, PowerOff};
 
 use crate::agent::Guest;
 use crate::api::{ErrorKind, Info, Reply, Request, StopHow};
+use crate::command::guest_command::with_causes;
 use crate::event::{Call, Event, Events};
 use crate::outcome::Outcome;
 use crate::state;
@@ -70,6 +71,7 @@ impl Control {
                         return happening;
                     }
                 }
+                Some(Event::Ejected) => self.vm.collect_ejected(),
                 Some(Event::Ready(hello)) => {
                     if self.hello.replace(hello).is_none() {
                         return Happening::Ready;
@@ -135,6 +137,8 @@ impl Control {
                 answer(&reply, done(paused));
             }
             Request::Resume {} => answer(&reply, done(self.vm.resume())),
+            Request::AddDisk { disk } => answer(&reply, done(self.vm.add_disk(&disk))),
+            Request::RemoveDevice { id } => answer(&reply, done(self.vm.remove_device(&id))),
             Request::Stop { how, timeout_ms } => {
                 let happening = self.stop(how, Duration::from_millis(timeout_ms));
                 answer(&reply, Reply::Done);
@@ -167,6 +171,7 @@ impl Control {
             pid: std::process::id(),
             version: env!("CARGO_PKG_VERSION").to_owned(),
             vsock: config.vsock.clone(),
+            devices: self.vm.devices(),
             config,
         }
     }
@@ -176,8 +181,8 @@ fn error(kind: ErrorKind, error: &impl std::fmt::Display) -> Reply {
     Reply::Error { kind, message: error.to_string() }
 }
 
-fn done(result: Result<(), VcpuError>) -> Reply {
-    result.map_or_else(|failed| error(ErrorKind::Failed, &failed), |()| Reply::Done)
+fn done<E: std::error::Error>(result: Result<(), E>) -> Reply {
+    result.map_or_else(|failed| error(ErrorKind::Failed, &with_causes(&failed)), |()| Reply::Done)
 }
 
 fn answer(reply: &SyncSender<Reply>, with: Reply) {

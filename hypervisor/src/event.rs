@@ -30,6 +30,8 @@ pub enum Event {
     Call(Call),
     /// The agent has said hello.
     Ready(guest_protocol::Hello),
+    /// The guest has let go of PCI devices.
+    Ejected,
     /// Something outside the VM that was waited for is over: the command of `run`.
     Finished,
 }
@@ -61,6 +63,12 @@ impl Events {
     /// How the guest ended, if it has.
     pub fn outcome(&self) -> Option<&Outcome> {
         self.outcome.get()
+    }
+
+    /// The guest has let go of PCI devices. Never waits, for vCPU threads: with a full queue the
+    /// devices stay until the next one is let go.
+    pub fn ejected(&self) {
+        let _ = self.sender.try_send(Event::Ejected);
     }
 
     /// Sends an event; false when nobody controls the VM any more. Waits while the queue is full,

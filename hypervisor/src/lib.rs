@@ -20,6 +20,7 @@ pub mod kvm;
 pub mod layout;
 pub mod memory;
 pub mod outcome;
+pub mod pci_slots;
 pub mod signals;
 pub mod state;
 pub mod terminal;

@@ -52,6 +52,10 @@ enum Command {
     Pause(client::Target),
     /// Let a paused VM go on
     Resume(client::Target),
+    /// Plug a disk into a VM with PCI
+    Plug(client::PlugOptions),
+    /// Take a device out of a VM with PCI
+    Unplug(client::UnplugOptions),
     /// End a VM that `start` holds
     Stop(client::StopOptions),
     /// Find out what this machine can run, by running it
@@ -91,6 +95,8 @@ fn act(command: &Command, ladder: Ladder) -> anyhow::Result<u8> {
         Command::Info(target) => client::info(target),
         Command::Pause(target) => client::plain(target, &Request::Pause {}),
         Command::Resume(target) => client::plain(target, &Request::Resume {}),
+        Command::Plug(options) => client::plug(options),
+        Command::Unplug(options) => client::unplug(options),
         Command::Stop(options) => client::stop(options),
         Command::Doctor { json } => {
             let report = doctor::examine();

@@ -47,6 +47,8 @@ pub fn check(state: VmState, request: &Request) -> Result<(), Illegal> {
         Request::Info {} => ("info", true),
         Request::Pause {} => ("pause", state == VmState::Running),
         Request::Resume {} => ("resume", state == VmState::Paused),
+        Request::AddDisk { .. } => ("add_disk", state == VmState::Running),
+        Request::RemoveDevice { .. } => ("remove_device", state == VmState::Running),
         Request::Stop { .. } => ("stop", true),
     };
     if legal { Ok(()) } else { Err(Illegal { request: name, state }) }

@@ -6,15 +6,32 @@ use devices::executor::Executor;
 use devices::ids::DeviceId;
 use devices::irq::Interrupt;
 use devices::memory::Memory;
+use devices::virtio::block::{Block, BlockConfig, RawFile};
 use devices::virtio::transport::Transport;
 use devices::virtio::vsock::VsockHandle;
 
-use crate::config::VmConfig;
+use crate::builder::BuildError;
+use crate::config::{DiskConfig, VmConfig};
 use crate::console::ConsoleLog;
 use crate::doorbells::Doorbells;
 use crate::kvm::VmHandle;
+use crate::pci_slots::PciSlots;
 use crate::state::VmState;
 use crate::vcpu::{Vcpu, VcpuError};
+
+/// Why a device was not plugged or unplugged. Nothing has changed.
+#[derive(Debug, thiserror::Error)]
+pub enum PlugError {
+    /// Only PCI has slots.
+    #[error("this VM has no slots for devices; start it with --transport pci")]
+    NoSlots,
+    /// The name is taken.
+    #[error("a device is called {0:?} already; give the new one another id=")]
+    DuplicateId(String),
+    /// The device could not be made, or is not there.
+    #[error(transparent)]
+    Device(#[from] BuildError),
+}
 
 /// A device on the bus, shared with it.
 pub type SharedTransport = Arc<Mutex<dyn Transport>>;
@@ -25,8 +42,8 @@ pub struct Vm {
     pub(crate) vcpus: Vec<Vcpu>,
     pub(crate) transports: Vec<(DeviceId, SharedTransport)>,
     pub(crate) doorbells: Doorbells,
-    /// Runs the devices; here only so that it outlives them.
-    pub(crate) _executor: Executor,
+    pub(crate) pci: Option<PciSlots>,
+    pub(crate) executor: Executor,
     pub(crate) handle: Arc<VmHandle>,
     pub(crate) memory: Memory,
     pub(crate) config: VmConfig,
@@ -106,6 +123,53 @@ impl Vm {
         self.run_vcpus()?;
         self.state = VmState::Running;
         Ok(())
+    }
+
+    /// The devices, by name.
+    pub fn devices(&self) -> Vec<String> {
+        self.transports.iter().map(|(id, _)| id.to_string()).collect()
+    }
+
+    fn slots(&self) -> Result<PciSlots, PlugError> {
+        self.pci.clone().ok_or(PlugError::NoSlots)
+    }
+
+    /// Plugs a disk while the guest runs. Legal while running, with PCI.
+    pub fn add_disk(&mut self, disk: &DiskConfig) -> Result<(), PlugError> {
+        let slots = self.slots()?;
+        if self.transports.iter().any(|(id, _)| id.as_str() == disk.id) {
+            return Err(PlugError::DuplicateId(disk.id.clone()));
+        }
+        let file = RawFile::open(&disk.path, disk.read_only).map_err(BuildError::Disk)?;
+        let config = BlockConfig { read_only: disk.read_only, serial: disk.id.clone() };
+        let device = Block::new(self.executor.handle(), Box::new(file), config);
+        let id = DeviceId::new(disk.id.clone());
+        let (slot, transport) = slots.attach(&id, Box::new(device))?;
+        self.transports.push((id, transport));
+        self.config.disks.push(disk.clone());
+        slots.announce(slot);
+        Ok(())
+    }
+
+    /// Asks the guest to let go of a device; [`Vm::collect_ejected`] takes it out when it has.
+    /// Legal while running, with PCI.
+    pub fn remove_device(&mut self, id: &str) -> Result<(), PlugError> {
+        Ok(self.slots()?.ask_to_eject(&DeviceId::new(id)).map_err(BuildError::Slot)?)
+    }
+
+    /// Takes out what the guest has let go.
+    pub fn collect_ejected(&mut self) {
+        let Some(slots) = self.pci.clone() else { return };
+        for id in slots.take_ejected() {
+            if let Err(error) = slots.remove(&id) {
+                tracing::warn!(%error, "device not taken out");
+            }
+            for (_, transport) in self.transports.extract_if(.., |(other, _)| other == &id) {
+                lock(&transport).lifecycle().pause();
+            }
+            self.config.disks.retain(|disk| disk.id != id.as_str());
+            tracing::info!(device = %id, "unplugged");
+        }
     }
 
     /// The guest has ended: nothing of it moves from here on.

@@ -15,12 +15,9 @@ use devices::legacy::pvpanic::{self, Pvpanic};
 use devices::legacy::serial::{self, Serial};
 use devices::legacy::sleep::{self, SleepRegisters};
 use devices::memory::Memory;
-use devices::pci::msix::MessageSink;
-use devices::pci::root::{self, EcamAccess, PciRoot, PortAccess};
 use devices::virtio::VirtioDevice;
 use devices::virtio::block::{Block, BlockConfig, RawFile};
 use devices::virtio::mmio::{MmioTransport, REGION_SIZE};
-use devices::virtio::pci::{PciTransport, VirtioFunction};
 use devices::virtio::rng::{Rng, host_entropy};
 use devices::virtio::vsock::{Vsock, VsockConfig, VsockHandle};
 
@@ -29,9 +26,11 @@ use crate::builder::{BuildError, Observers};
 use crate::config::{TransportKind, VmConfig};
 use crate::console::ConsoleLog;
 use crate::doorbells::Doorbells;
+use crate::event::Events;
 use crate::kvm::VmHandle;
 use crate::layout;
 use crate::outcome::Outcome;
+use crate::pci_slots::PciSlots;
 use crate::vm::SharedTransport;
 
 /// The guest's context id: the only guest on its own vsock device, so it needs no other.
@@ -44,8 +43,8 @@ pub type LateHandle = Arc<OnceLock<Arc<VmHandle>>>;
 pub struct Wiring<'a> {
     memory: &'a Memory,
     executor: ExecutorHandle,
-    handle: LateHandle,
-    root: Option<Arc<Mutex<PciRoot>>>,
+    /// The PCI bus, if there is one.
+    pub pci: Option<PciSlots>,
     /// Port I/O.
     pub pio: Arc<Bus>,
     /// Memory-mapped I/O.
@@ -65,12 +64,12 @@ impl<'a> Wiring<'a> {
         memory: &'a Memory,
         executor: ExecutorHandle,
         handle: LateHandle,
+        events: &Events,
     ) -> Result<Self, BuildError> {
         let mut this = Self {
             memory,
             executor,
-            handle,
-            root: None,
+            pci: None,
             pio: Arc::default(),
             mmio: Arc::default(),
             transports: Vec::new(),
@@ -78,23 +77,13 @@ impl<'a> Wiring<'a> {
             doorbells: Doorbells::default(),
         };
         if config.transport == TransportKind::Pci {
-            this.pci_bus()?;
+            let event = this.line(layout::HOTPLUG_GSI)?;
+            let buses = (&*this.pio, &this.mmio);
+            let doorbells = this.doorbells.clone();
+            let slots = PciSlots::new(buses, memory, handle, doorbells, event, events.clone())?;
+            this.pci = Some(slots);
         }
         Ok(this)
-    }
-
-    fn pci_bus(&mut self) -> Result<(), BuildError> {
-        let doorbells = self.doorbells.clone();
-        let observer = Box::new(move |change: root::WindowChange| {
-            doorbells.place(&change.device, change.to);
-        });
-        let root = Arc::new(Mutex::new(PciRoot::new(&self.mmio, observer)));
-        let ports = PortAccess::new(root.clone());
-        self.port("pci-config", root::CONFIG_PORT, root::CONFIG_PORTS, ports)?;
-        let ecam = Arc::new(Mutex::new(EcamAccess::new(root.clone())));
-        self.mmio.insert("pci-ecam", layout::PCI_ECAM, root::ECAM_SIZE, ecam)?;
-        self.root = Some(root);
-        Ok(())
     }
 
     /// A new interrupt line.
@@ -159,8 +148,12 @@ impl<'a> Wiring<'a> {
     }
 
     fn virtio(&mut self, id: DeviceId, device: Box<dyn VirtioDevice>) -> Result<(), BuildError> {
-        match self.root.clone() {
-            Some(root) => self.virtio_pci(id, device, &root),
+        match &self.pci {
+            Some(slots) => {
+                let (_, transport) = slots.attach(&id, device)?;
+                self.transports.push((id, transport));
+                Ok(())
+            }
             None => self.virtio_mmio(id, device),
         }
     }
@@ -183,28 +176,9 @@ impl<'a> Wiring<'a> {
         Ok(())
     }
 
-    fn virtio_pci(
-        &mut self,
-        id: DeviceId,
-        device: Box<dyn VirtioDevice>,
-        root: &Mutex<PciRoot>,
-    ) -> Result<(), BuildError> {
-        let sink = message_sink(self.handle.clone());
-        let transport = PciTransport::new(id.clone(), device, self.memory.clone(), sink)
-            .map_err(|source| BuildError::Device { id: id.clone(), source })?;
-        self.doorbells.add_device(id.clone(), transport.doorbells().to_vec());
-        let transport = Arc::new(Mutex::new(transport));
-        let base = layout::pci_window(self.transports.len());
-        let function = VirtioFunction::new(transport.clone(), base);
-        let mut root = root.lock().unwrap_or_else(std::sync::PoisonError::into_inner);
-        root.insert(id.clone(), Box::new(function))?;
-        self.transports.push((id, transport));
-        Ok(())
-    }
-
     /// The virtio-mmio devices, for the DSDT.
     pub fn described(&self) -> Vec<MmioDevice> {
-        if self.root.is_some() {
+        if self.pci.is_some() {
             return Vec::new();
         }
         (0..self.transports.len())
@@ -214,19 +188,6 @@ impl<'a> Wiring<'a> {
             })
             .collect()
     }
-}
-
-/// Messages go straight to KVM: the devices raise them from threads of this process, for which an
-/// eventfd with a route in the kernel would be one more step, and a slow one to set up.
-fn message_sink(handle: LateHandle) -> MessageSink {
-    Arc::new(move |message| {
-        if let Some(handle) = handle.get()
-            && let Err(error) = handle.signal_msi(message)
-        {
-            // The guest chose an address that means no interrupt controller.
-            tracing::debug!(%error, ?message, "interrupt not delivered");
-        }
-    })
 }
 
 /// The host's side of the serial console.

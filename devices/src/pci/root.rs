@@ -76,15 +76,19 @@ impl PciRoot {
         Self { bridge, slots, memory_bus: Arc::downgrade(memory_bus), observer }
     }
 
+    /// The first free slot.
+    pub fn free_slot(&self) -> Result<u8, SlotError> {
+        let is_free = |&slot: &u8| self.slots.get(usize::from(slot)).is_some_and(Option::is_none);
+        (1..SLOTS).find(is_free).ok_or(SlotError::Full)
+    }
+
     /// Puts a function into the first free slot; gives its number.
     pub fn insert(
         &mut self,
         id: DeviceId,
         function: Box<dyn PciFunction>,
     ) -> Result<u8, SlotError> {
-        let free =
-            (1..SLOTS).find(|&slot| self.slots.get(usize::from(slot)).is_some_and(Option::is_none));
-        let number = free.ok_or(SlotError::Full)?;
+        let number = self.free_slot()?;
         if let Some(slot) = self.slots.get_mut(usize::from(number)) {
             *slot = Some(Slot { id, function, window: None });
         }
@@ -99,6 +103,11 @@ impl PciRoot {
             found.and_then(Option::take).ok_or_else(|| SlotError::NoSuchDevice(id.clone()))?;
         self.move_window(&mut slot, None);
         Ok(slot.function)
+    }
+
+    /// The slot of the function of that name.
+    pub fn slot_of(&self, id: &DeviceId) -> Option<u8> {
+        (1..SLOTS).find(|&slot| self.occupant(slot) == Some(id))
     }
 
     /// The name of the function in a slot.

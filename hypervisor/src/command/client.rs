@@ -11,6 +11,7 @@ use super::guest_command::GuestCommand;
 use super::options::{SpawnOptions, seconds};
 use crate::api::{Info, Reply, Request, StopHow};
 use crate::api_socket::request;
+use crate::config::DiskConfig;
 use crate::event::{Event, Events};
 use crate::signals;
 
@@ -36,6 +37,57 @@ pub struct ExecOptions {
     /// The command.
     #[command(flatten)]
     pub spawn: SpawnOptions,
+}
+
+/// Options of `plug`.
+#[derive(Args, Clone, Debug)]
+pub struct PlugOptions {
+    /// The VM.
+    #[command(flatten)]
+    pub target: Target,
+
+    /// The disk; the VM must have been started with --transport pci
+    #[arg(long, value_name = "path=FILE,id=NAME[,ro]")]
+    pub disk: String,
+}
+
+/// Options of `unplug`.
+#[derive(Args, Clone, Debug)]
+pub struct UnplugOptions {
+    /// The VM.
+    #[command(flatten)]
+    pub target: Target,
+
+    /// The device's name
+    pub id: String,
+
+    /// Seconds that the guest may take to let go
+    #[arg(long, default_value_t = 10, value_name = "SECONDS")]
+    pub wait: u64,
+}
+
+/// Plugs a disk into a running VM.
+pub fn plug(options: &PlugOptions) -> anyhow::Result<u8> {
+    let disk: DiskConfig = options.disk.parse()?;
+    if disk.id.is_empty() {
+        anyhow::bail!("disk {:?} has no id; add id=NAME", options.disk);
+    }
+    // The VM may have been started elsewhere.
+    let path = std::path::absolute(&disk.path)?;
+    plain(&options.target, &Request::AddDisk { disk: DiskConfig { path, ..disk } })
+}
+
+/// Takes a device out of a running VM, and waits until the guest has let go.
+pub fn unplug(options: &UnplugOptions) -> anyhow::Result<u8> {
+    plain(&options.target, &Request::RemoveDevice { id: options.id.clone() })?;
+    let deadline = Instant::now() + Duration::from_secs(options.wait);
+    while info_of(&options.target.api_socket)?.devices.contains(&options.id) {
+        if Instant::now() > deadline {
+            anyhow::bail!("the guest does not let go of {}; is it in use there?", options.id);
+        }
+        std::thread::sleep(Duration::from_millis(20));
+    }
+    Ok(0)
 }
 
 /// Options of `stop`.
