@@ -16,11 +16,14 @@
 //! `start` moves the queues into the device, `stop` moves them out with nothing in flight and is
 //! idempotent; pause, reset, snapshot and unplug are all made of these two.
 
+pub mod balloon;
 pub mod block;
 pub mod chain;
+pub mod console;
 pub mod lifecycle;
 pub mod mmio;
 pub mod pci;
+pub mod pmem;
 pub mod queue;
 pub mod rng;
 pub mod transport;
