@@ -11,8 +11,9 @@ use std::os::fd::{AsFd, OwnedFd};
 use std::os::unix::net::UnixStream;
 use std::time::{Duration, Instant};
 
-/// As much as a pipe holds, and as one packet of vsock carries.
-const BUFFER: usize = 64 << 10;
+/// A quarter of a pipe, and a packet of vsock. From 32 KiB on Linux splits the payload of a packet
+/// over several descriptors, which not every VMM takes; and it is memory of the guest.
+const BUFFER: usize = 16 << 10;
 
 /// How a stream came to its end.
 enum End {

@@ -92,7 +92,7 @@ fn agent(root: String) -> Result<Infallible, Error> {
     // SAFETY: sets numbers.
     unsafe {
         libc::mallopt(libc::M_ARENA_MAX, 1);
-        libc::mallopt(libc::M_MMAP_THRESHOLD, 32 << 10);
+        libc::mallopt(libc::M_MMAP_THRESHOLD, 16 << 10);
     }
     let agent = Agent::new(root, true, LOG).map_err(Error::Agent)?;
     let listener = wait_for_vsock()?;
