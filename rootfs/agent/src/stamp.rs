@@ -10,7 +10,9 @@ pub fn stamp(code: u8) {
     if unsafe { libc::ioperm(DEBUG_PORT.into(), 1, 1) } != 0 {
         return;
     }
-    // SAFETY: writing to this port touches no memory; no PC hardware is at it.
+    // SAFETY: writing to this port touches no memory. On a PC it is the mask register of the
+    // second DMA controller, and every stamp's low bits say what it has since power-on: the
+    // channel that the first controller hangs on is enabled.
     unsafe {
         std::arch::asm!("out dx, al", in("dx") DEBUG_PORT, in("al") code,
             options(nomem, nostack, preserves_flags));
