@@ -343,10 +343,11 @@ impl Lifecycle {
         Ok(())
     }
 
-    /// Writes the configuration space. Only once the guest drives the device.
+    /// Writes the configuration space. Only once the guest drives the device, but for a field that
+    /// the device says is open to everybody.
     pub fn write_config(&mut self, offset: u64, data: &[u8]) -> Result<(), AccessError> {
         self.config_bounds(offset, data.len())?;
-        if self.status & status::DRIVER == 0 {
+        if self.status & status::DRIVER == 0 && !self.device.takes_undriven_write(offset) {
             return Err(AccessError::NotNow(offset));
         }
         self.device.write_config(offset, data);

@@ -196,6 +196,13 @@ pub trait VirtioDevice: Stateful + Send {
         let _ = (offset, data);
     }
 
+    /// True if a write at `offset` of the configuration space means something even before a driver
+    /// has announced itself, as the console's emergency write does.
+    fn takes_undriven_write(&self, offset: u64) -> bool {
+        let _ = offset;
+        false
+    }
+
     /// Starts work with the queues. On failure the device stays stopped.
     fn start(&mut self, activation: Activation) -> Result<(), StartError>;
 
