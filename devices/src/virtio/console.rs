@@ -13,12 +13,12 @@ mod output;
 
 use std::io::{self, Read};
 use std::sync::atomic::{AtomicU32, AtomicU64, Ordering};
-use std::sync::{Arc, Mutex, PoisonError};
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 
 use serde::{Deserialize, Serialize};
 
 pub use self::input::{ConsoleInput, MAX_INPUT};
-pub use self::output::{ConsoleOutput, DEFAULT_CAPACITY, MAX_READERS, OutputReader};
+pub use self::output::{ConsoleOutput, DEFAULT_CAPACITY, MAX_CAPACITY, MAX_READERS, OutputReader};
 use super::queue::{ActiveQueue, QueueFault};
 use super::{Activation, Chain, DeviceType, Identity, Notifier, StartError, VirtioDevice};
 use crate::executor::{ExecutorHandle, Flow, Handler, Interest, Running, Sources};
@@ -100,12 +100,47 @@ struct Shared {
     emergency: AtomicU64,
     dropped: AtomicU64,
     typed: AtomicU64,
-    notifier: Mutex<Option<Notifier>>,
+    line: Mutex<Line>,
+}
+
+/// The way to a driver that is there.
+#[derive(Default)]
+struct Line {
+    notifier: Option<Notifier>,
+    /// The size has changed since a driver could last be told.
+    untold: bool,
 }
 
 impl Shared {
-    fn set_notifier(&self, notifier: Option<Notifier>) {
-        *self.notifier.lock().unwrap_or_else(PoisonError::into_inner) = notifier;
+    fn line(&self) -> MutexGuard<'_, Line> {
+        self.line.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    fn connect(&self, notifier: Notifier) {
+        let untold = {
+            let mut line = self.line();
+            line.notifier = Some(notifier.clone());
+            std::mem::take(&mut line.untold)
+        };
+        if untold {
+            notifier.config_changed();
+        }
+    }
+
+    fn disconnect(&self) {
+        self.line().notifier = None;
+    }
+
+    fn set_size(&self, size: ConsoleConfig) {
+        self.size.store(size.pack(), Ordering::Release);
+        let notifier = {
+            let mut line = self.line();
+            line.untold = line.notifier.is_none();
+            line.notifier.clone()
+        };
+        if let Some(notifier) = notifier {
+            notifier.config_changed();
+        }
     }
 }
 
@@ -165,6 +200,10 @@ impl VirtioDevice for Console {
         }
     }
 
+    fn takes_undriven_write(&self, offset: u64) -> bool {
+        offset == EMERG_WRITE
+    }
+
     fn start(&mut self, mut activation: Activation) -> Result<(), StartError> {
         let (receive, transmit) = (activation.take_queue(0)?, activation.take_queue(1)?);
         let kick = receive.kick().clone();
@@ -179,16 +218,14 @@ impl VirtioDevice for Console {
         };
         let running = self.executor.run(worker).map_err(|no| StartError::Executor(no.error))?;
         self.worker = Some(running);
-        self.shared.set_notifier(Some(activation.notifier));
-        // What was typed before is for the guest that is there now.
-        kick.signal();
+        self.shared.connect(activation.notifier);
         self.input.connect(kick);
         Ok(())
     }
 
     fn stop(&mut self) -> Vec<ActiveQueue> {
         self.input.disconnect();
-        self.shared.set_notifier(None);
+        self.shared.disconnect();
         match self.worker.take().and_then(Running::stop) {
             Some(worker) => vec![worker.receive, worker.transmit],
             None => Vec::new(),
@@ -217,13 +254,9 @@ impl ConsoleHandle {
         &self.input
     }
 
-    /// Tells the guest that its terminal has another size.
+    /// Tells the guest that its terminal has another size: at once, or when it is back from a pause.
     pub fn resize(&self, size: ConsoleConfig) {
-        let before = self.shared.size.swap(size.pack(), Ordering::AcqRel);
-        let notifier = self.shared.notifier.lock().unwrap_or_else(PoisonError::into_inner).clone();
-        if let Some(notifier) = notifier.filter(|_| before != size.pack()) {
-            notifier.config_changed();
-        }
+        self.shared.set_size(size);
     }
 
     /// What the console has done so far.
@@ -406,8 +439,7 @@ impl Snapshot for Console {
             let value = format!("{} bytes, more than {MAX_INPUT}", state.input.len());
             return Err(RestoreError::Invalid { kind: ConsoleState::KIND, field: "input", value });
         }
-        let size = ConsoleConfig { columns: state.columns, rows: state.rows };
-        self.shared.size.store(size.pack(), Ordering::Release);
+        self.shared.set_size(ConsoleConfig { columns: state.columns, rows: state.rows });
         self.input.restore(&state.input);
         Ok(())
     }

@@ -19,6 +19,18 @@ struct Typed {
     refused: u64,
 }
 
+impl Typed {
+    /// Wakes a writer if half of the queue is free: fewer would wake it for every byte.
+    fn tell(&mut self) {
+        if self.waiting.len() <= MAX_INPUT / 2 {
+            self.full = false;
+            if let Some(room) = &self.room {
+                room.signal();
+            }
+        }
+    }
+}
+
 /// The input of a console. Clones share it. Bytes wait for a guest that is not there yet.
 #[derive(Clone, Default)]
 pub struct ConsoleInput(Arc<Mutex<Typed>>);
@@ -46,9 +58,11 @@ impl ConsoleInput {
     }
 
     /// From now on `event` is signalled when there is room after a write that was not accepted as
-    /// a whole. One event; a later call replaces it.
+    /// a whole, and once now if there is. One event; a later call replaces it.
     pub fn when_room(&self, event: Event) {
-        self.typed().room = Some(event);
+        let mut typed = self.typed();
+        typed.room = Some(event);
+        typed.tell();
     }
 
     /// Bytes that wait for the guest.
@@ -61,25 +75,23 @@ impl ConsoleInput {
         self.typed().refused
     }
 
-    /// Takes the first bytes, for the worker. Half of the queue has to be free before a writer is
-    /// asked for more, or it would be woken for every byte.
+    /// Takes the first bytes, for the worker.
     pub(super) fn take(&self, buffer: &mut [u8]) -> usize {
         let mut typed = self.typed();
         let count = typed.waiting.len().min(buffer.len());
         for (to, from) in buffer.iter_mut().zip(typed.waiting.drain(..count)) {
             *to = from;
         }
-        if typed.full && typed.waiting.len() <= MAX_INPUT / 2 {
-            typed.full = false;
-            if let Some(room) = &typed.room {
-                room.signal();
-            }
+        if typed.full {
+            typed.tell();
         }
         count
     }
 
+    /// A driver is there, with a worker that `kick` wakes. What waits is for it.
     pub(super) fn connect(&self, kick: Event) {
-        self.typed().kick = Some(kick);
+        self.typed().kick = Some(kick.clone());
+        kick.signal();
     }
 
     pub(super) fn disconnect(&self) {

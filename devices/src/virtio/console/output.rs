@@ -15,6 +15,9 @@ pub const MAX_READERS: usize = 64;
 /// What a guest prints while it boots is some 100 KiB.
 pub const DEFAULT_CAPACITY: usize = 256 << 10;
 
+/// The most that a ring can keep; a guest can make the host copy that much in one go.
+pub const MAX_CAPACITY: usize = 16 << 20;
+
 /// Bytes copied while the ring is locked, so that a reader does not hold the writer up.
 const MAX_READ: usize = 64 << 10;
 
@@ -56,10 +59,11 @@ impl Default for ConsoleOutput {
 }
 
 impl ConsoleOutput {
-    /// Keeps the last `capacity` bytes, 1 at least. Memory is only used for what is kept.
+    /// Keeps the last `capacity` bytes, from 1 to [`MAX_CAPACITY`]. Memory is only used for what is
+    /// kept.
     pub fn new(capacity: usize) -> Self {
         Self(Arc::new(Mutex::new(Ring {
-            capacity: capacity.max(1),
+            capacity: capacity.clamp(1, MAX_CAPACITY),
             kept: VecDeque::new(),
             written: 0,
             readers: Vec::new(),
@@ -181,3 +185,6 @@ impl Drop for OutputReader {
         self.output.ring().readers.retain(|reader| reader.number != self.number);
     }
 }
+
+#[cfg(test)]
+mod tests;
