@@ -5,14 +5,15 @@
 //! the device is to say where the memory is, and to answer the request to flush it.
 //!
 //! A writable device is a private copy: what the guest writes stays in this process, the file never
-//! changes, and a flush has nothing to do. A snapshot has to keep the changed pages as it keeps
-//! RAM.
+//! changes, and a flush has nothing to do. A snapshot of the VM needs these pages too:
+//! [`PmemBacking::save_changes`].
 //!
 //! The memory is not part of guest RAM: a request of another device with a buffer in it is refused
 //! like one with a buffer outside all memory. Linux makes such requests only for direct I/O on the
 //! mapped memory of a DAX file.
 
 mod backing;
+mod changes;
 
 use std::io::{self, Read};
 use std::sync::Arc;
@@ -21,6 +22,7 @@ use std::sync::atomic::{AtomicU64, Ordering};
 use serde::{Deserialize, Serialize};
 
 pub use self::backing::{ALIGNMENT, PmemBacking, PmemError};
+pub use self::changes::{PmemChange, PmemChangeError};
 use super::queue::{ActiveQueue, QueueFault};
 use super::{Activation, Chain, DeviceType, Identity, Notifier, StartError, VirtioDevice};
 use crate::executor::{ExecutorHandle, Flow, Handler, Interest, Running, Sources};

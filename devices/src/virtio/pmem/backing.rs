@@ -4,7 +4,7 @@
 //! and what is beyond the end of the file reads as zeroes. It also starts at a multiple of 2 MiB of
 //! this process, so that host and guest can use huge pages.
 //!
-//! Nothing in this process reads or writes the mapping. That matters when somebody cuts the file
+//! No code of this process touches the mapping. That matters when somebody cuts the file
 //! off while it is mapped: an access beyond its new end would be a SIGBUS here, but the guest's own
 //! makes KVM_RUN fail in a way that the VMM reports. A shared lock keeps away those who ask for
 //! one before they write, such as writable disks of this VMM.
@@ -148,6 +148,10 @@ impl PmemBacking {
         self.0.read_only
     }
 
+    pub(super) fn mapping(&self) -> &Mapping {
+        &self.0.mapping
+    }
+
     /// Bytes of the file. Those of the mapping that are beyond read as zeroes.
     pub fn file_len(&self) -> u64 {
         self.0.file_len
@@ -209,9 +213,9 @@ fn lock(file: &File, path: &Path) -> Result<(), PmemError> {
 // --- mapping -----------------------------------------------------------------------------------
 
 /// Address space with the file at its start. Unmapped when dropped.
-struct Mapping {
-    start: NonNull<u8>,
-    len: usize,
+pub(super) struct Mapping {
+    pub(super) start: NonNull<u8>,
+    pub(super) len: usize,
 }
 
 // SAFETY: the mapping is owned, and no method accesses what is mapped.
@@ -277,3 +281,6 @@ impl Drop for Mapping {
         unsafe { libc::munmap(self.start.as_ptr().cast(), self.len) };
     }
 }
+
+#[cfg(test)]
+pub(super) mod tests;
