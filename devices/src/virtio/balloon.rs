@@ -163,7 +163,6 @@ impl VirtioDevice for Balloon {
         let line = Line {
             notifier: notifier.clone(),
             statistics: stats.map(|queue| queue.kick().clone()),
-            ram,
         };
         let poisoned = activation.features & feature::PAGE_POISON != 0;
         let worker = Worker::new(queues, roles, self.shared.clone(), notifier.clone()).with_memory(
@@ -171,7 +170,7 @@ impl VirtioDevice for Balloon {
             std::mem::take(&mut self.reclaimer),
             poisoned,
         );
-        self.shared.connect(line);
+        self.shared.connect(line, ram);
         match self.executor.run(worker) {
             Ok(running) => {
                 self.worker = Some(running);

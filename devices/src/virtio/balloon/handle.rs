@@ -52,8 +52,6 @@ pub(super) struct Line {
     pub(super) notifier: Notifier,
     /// Wakes the worker for the statistics queue; none if it was not negotiated.
     pub(super) statistics: Option<Event>,
-    /// Bytes of guest memory.
-    pub(super) ram: u64,
 }
 
 #[derive(Default)]
@@ -72,6 +70,8 @@ pub(super) struct Shared {
     target: AtomicU32,
     actual: AtomicU32,
     poison: AtomicU32,
+    /// Bytes of guest memory; 0 until there was a driver.
+    ram: AtomicU64,
     pub(super) counters: Counters,
     session: Mutex<Session>,
     answer: Condvar,
@@ -106,8 +106,9 @@ impl Shared {
         self.poison.store(value, Ordering::Release);
     }
 
-    /// A driver is there.
-    pub(super) fn connect(&self, line: Line) {
+    /// A driver is there, in a guest with `ram` bytes of memory.
+    pub(super) fn connect(&self, line: Line, ram: u64) {
+        self.ram.store(ram, Ordering::Release);
         self.session().line = Some(line);
     }
 
@@ -164,12 +165,13 @@ impl BalloonHandle {
         u64::from(self.shared.target()) * PAGE_SIZE
     }
 
-    /// Bytes that the guest says are in the balloon; never more than it has, as far as that is
-    /// known, and otherwise not to be trusted.
+    /// Bytes that the guest says are in the balloon. A guest may lie, but not beyond what it has.
     pub fn actual_bytes(&self) -> u64 {
         let claimed = u64::from(self.shared.actual()) * PAGE_SIZE;
-        let ram = self.shared.session().line.as_ref().map(|line| line.ram);
-        claimed.min(ram.unwrap_or(u64::MAX))
+        match self.shared.ram.load(Ordering::Acquire) {
+            0 => claimed,
+            ram => claimed.min(ram),
+        }
     }
 
     /// Asks the guest for fresh statistics and waits `timeout` at most. `None` if it does not

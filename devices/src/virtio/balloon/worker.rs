@@ -54,8 +54,8 @@ impl Role {
         let mut roles = [Role::Inflate, Role::Deflate, third, Role::Idle, Role::Idle];
         if features & feature::PAGE_REPORTING != 0 {
             // By the specification it is the fifth; Linux does not count queues without feature.
-            let candidates = if statistics { [4, 3, 3] } else { [4, 3, 2] };
-            let report = candidates.into_iter().find(|&index| has(index));
+            let candidates: &[u16] = if statistics { &[4, 3] } else { &[4, 3, 2] };
+            let report = candidates.iter().copied().find(|&index| has(index));
             if let Some(role) = report.and_then(|index| roles.get_mut(usize::from(index))) {
                 *role = Role::Report;
             }
