@@ -132,11 +132,13 @@ fn too_many_connections_are_refused_not_dropped() {
 fn the_agent_tells_about_itself() {
     let agent = Agent::start();
     let mut client = agent.client();
-    let process = client.spawn(sh("sleep 1000").kill_on_disconnect(true)).unwrap();
+    let process = client.spawn(sh("exec sleep 1000").kill_on_disconnect(true)).unwrap();
     let info = client.info().unwrap();
     assert_eq!(info.hello.protocol_version, PROTOCOL_VERSION);
     assert_eq!(info.hello.boot_id.len(), 36);
     assert!(info.memory_total_kib >= info.memory_available_kib);
     assert!(info.cpus >= 1 && info.uptime_ms > 0);
     assert_eq!(info.processes, 1, "{process:?}");
+    client.signal_group(process.process, 9).unwrap();
+    client.wait(process.process).unwrap();
 }

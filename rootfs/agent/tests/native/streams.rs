@@ -162,7 +162,7 @@ fn a_stream_that_is_not_there_cannot_be_attached() {
 fn a_command_can_close_its_stdin_early() {
     let agent = Agent::start();
     let mut client = agent.client();
-    let spawn = Spawn { stdin: true, ..sh("exec 0<&-; sleep 1000") };
+    let spawn = Spawn { stdin: true, ..sh("exec 0<&-; exec sleep 1000") };
     let process = client.spawn(spawn).unwrap().process;
     let mut stream = client.attach(process, Stream::Stdin).unwrap();
     assert_eq!(stream.read(&mut [0]).unwrap(), 0, "the agent closes the connection");
