@@ -32,6 +32,13 @@ pub enum Request {
     Pause {},
     /// Goes on after a pause. Legal while paused. Answer: [`Reply::Done`].
     Resume {},
+    /// Asks the guest for memory: sets the size that its balloon shall grow or shrink to. Legal
+    /// while running, on a VM with a balloon. Answer: [`Reply::Done`] when the guest has been
+    /// asked; [`Info::balloon`] tells how far it is.
+    SetBalloon {
+        /// Bytes that the host shall get.
+        bytes: u64,
+    },
     /// Plugs a disk. Legal while running, on a VM with PCI. Answer: [`Reply::Done`] when it is in
     /// its slot; the guest finds it a moment later.
     AddDisk {
@@ -118,8 +125,19 @@ pub struct Info {
     pub version: String,
     /// Unix socket for vsock: `CONNECT <port>` reaches the guest.
     pub vsock: Option<PathBuf>,
+    /// Its balloon, if it has one.
+    pub balloon: Option<BalloonInfo>,
     /// The names of its virtio devices.
     pub devices: Vec<String>,
     /// What the VM was made from, with what has been plugged since.
     pub config: VmConfig,
+}
+
+/// How far a balloon is, in bytes.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
+pub struct BalloonInfo {
+    /// What the host has asked for.
+    pub target_bytes: u64,
+    /// What the guest has given.
+    pub actual_bytes: u64,
 }

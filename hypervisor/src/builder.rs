@@ -15,7 +15,9 @@ use devices::irq::Interrupt;
 use devices::memory::Memory;
 use devices::pci::root::SlotError;
 use devices::virtio::StartError;
+use devices::virtio::balloon::BalloonHandle;
 use devices::virtio::block::{BlockConfig, DiskError, RawFile};
+use devices::virtio::pmem::{PmemBacking, PmemError};
 use devices::virtio::vsock::{VsockError, VsockHandle};
 use kvm_bindings::{CpuId, Msrs};
 use kvm_ioctls::VcpuFd;
@@ -33,7 +35,7 @@ use crate::state::VmState;
 use crate::trace::{Ladder, step};
 use crate::vcpu::{Machine, Vcpu, VcpuError, install_kick_signal};
 use crate::vm::Vm;
-use crate::wiring::{LateHandle, Wiring, console};
+use crate::wiring::{LateHandle, PlacedPmem, Wiring, console};
 use crate::{cpu, layout, memory};
 
 /// Why a VM could not be built. Nothing is left behind.
@@ -46,6 +48,8 @@ pub enum BuildError {
     Kernel(#[from] KernelError),
     #[error(transparent)]
     Disk(#[from] DiskError),
+    #[error(transparent)]
+    Pmem(#[from] PmemError),
     #[error(transparent)]
     Kvm(#[from] KvmError),
     #[error(transparent)]
@@ -77,6 +81,7 @@ struct Files {
     kernel: KernelFile,
     initrd: Option<InitrdFile>,
     disks: Vec<(DeviceId, RawFile, BlockConfig)>,
+    pmem: Vec<(DeviceId, PmemBacking)>,
 }
 
 impl Files {
@@ -89,7 +94,12 @@ impl Files {
             let block = BlockConfig { read_only: disk.read_only, serial: disk.id.clone() };
             disks.push((DeviceId::new(disk.id), file, block));
         }
-        Ok(Self { kernel, initrd, disks })
+        let mut pmem = Vec::new();
+        for config in config.all_pmem() {
+            let backing = PmemBacking::open(&config.path, config.read_only)?;
+            pmem.push((DeviceId::new(config.id), backing));
+        }
+        Ok(Self { kernel, initrd, disks, pmem })
     }
 }
 
@@ -160,6 +170,8 @@ struct Parts<'a> {
     console: ConsoleLog,
     power_button: Interrupt,
     vsock: VsockHandle,
+    balloon: Option<BalloonHandle>,
+    pmem: Vec<PlacedPmem>,
     entry: Entry,
     handle: LateHandle,
 }
@@ -183,6 +195,9 @@ impl<'a> Parts<'a> {
         wiring.legacy_devices(observers, console.clone())?;
         let power_button = wiring.line(layout::EVENT_GSI)?;
         let vsock = wiring.virtio_devices(config, files.disks)?;
+        wiring.console(config, &console)?;
+        let balloon = wiring.balloon(config)?;
+        let pmem = wiring.pmem(config, files.pmem)?;
 
         let description = Description {
             cpus: config.cpus,
@@ -195,7 +210,7 @@ impl<'a> Parts<'a> {
         boot.write(memory, &kernel)?;
         let entry =
             if observers.stamp_entry { kernel.entry.stamped(memory)? } else { kernel.entry };
-        Ok(Self { wiring, executor, console, power_button, vsock, entry, handle })
+        Ok(Self { wiring, executor, console, power_button, vsock, balloon, pmem, entry, handle })
     }
 
     /// Brings both halves together.
@@ -209,6 +224,10 @@ impl<'a> Parts<'a> {
         let handle = Arc::new(in_kernel.handle);
         for (gsi, event) in &self.wiring.lines {
             handle.connect_interrupt(*gsi, event)?;
+        }
+        let ram_slots = layout::ram_regions(config.memory.bytes()).len() as u32;
+        for (slot, pmem) in (ram_slots..).zip(&self.pmem) {
+            handle.map_pmem(slot, pmem)?;
         }
         // Was empty: this is the only place that sets it.
         let _ = self.handle.set(handle.clone());
@@ -237,6 +256,8 @@ impl<'a> Parts<'a> {
             console: self.console,
             power_button: self.power_button,
             vsock: self.vsock,
+            balloon: self.balloon,
+            _pmem: self.pmem,
             state: VmState::Created,
         })
     }

@@ -1,10 +1,15 @@
 //! What a VM shall be: parsed from the command line or from JSON, validated before anything is made.
 
+mod storage;
+
 use std::fmt;
 use std::path::{Path, PathBuf};
 use std::str::FromStr;
 
 use serde::{Deserialize, Serialize};
+
+use self::storage::checked_id;
+pub use self::storage::{DiskConfig, PmemConfig};
 
 use crate::layout;
 
@@ -47,11 +52,17 @@ pub enum ConfigError {
     /// A disk without a file.
     #[error("disk {0:?} has no path; use path=FILE[,id=NAME][,ro]")]
     DiskPath(String),
+    /// A pmem option that is not understood.
+    #[error("pmem option {0:?} is not known; use path=FILE[,id=NAME][,ro]")]
+    PmemOption(String),
+    /// A pmem device without a file.
+    #[error("pmem {0:?} has no path; use path=FILE[,id=NAME][,ro]")]
+    PmemPath(String),
     /// Two devices of one name.
-    #[error("two disks are called {0:?}; give each its own id=")]
+    #[error("two devices are called {0:?}; give each its own id=")]
     DuplicateId(String),
     /// A name that cannot be.
-    #[error("disk id {0:?} is not usable; take 1 to 20 letters, digits, '-' or '_'")]
+    #[error("device id {0:?} is not usable; take 1 to 20 letters, digits, '-' or '_'")]
     BadId(String),
     /// More devices than lines.
     #[error("{count} virtio devices do not fit; a VM takes {max} on this transport")]
@@ -143,51 +154,6 @@ impl fmt::Display for MemorySize {
     }
 }
 
-/// A disk: a raw image or a block device.
-#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
-#[serde(deny_unknown_fields)]
-pub struct DiskConfig {
-    /// The file.
-    pub path: PathBuf,
-    /// The device's name, also its serial number in the guest. Empty: chosen by position.
-    #[serde(default)]
-    pub id: String,
-    /// The guest cannot write, whatever it negotiates.
-    #[serde(default)]
-    pub read_only: bool,
-}
-
-impl FromStr for DiskConfig {
-    type Err = ConfigError;
-
-    /// Reads `path=FILE[,id=NAME][,ro]`.
-    fn from_str(text: &str) -> Result<Self, ConfigError> {
-        let mut disk = Self { path: PathBuf::new(), id: String::new(), read_only: false };
-        for option in text.split(',') {
-            match option.split_once('=') {
-                Some(("path", path)) if !path.is_empty() && disk.path.as_os_str().is_empty() => {
-                    disk.path = path.into();
-                }
-                Some(("id", id)) => disk.id = checked_id(id)?,
-                None if option == "ro" => disk.read_only = true,
-                _ => return Err(ConfigError::DiskOption(option.to_owned())),
-            }
-        }
-        if disk.path.as_os_str().is_empty() {
-            return Err(ConfigError::DiskPath(text.to_owned()));
-        }
-        Ok(disk)
-    }
-}
-
-fn checked_id(id: &str) -> Result<String, ConfigError> {
-    let allowed = |c: char| c.is_ascii_alphanumeric() || c == '-' || c == '_';
-    if id.is_empty() || id.len() > 20 || !id.chars().all(allowed) {
-        return Err(ConfigError::BadId(id.to_owned()));
-    }
-    Ok(id.to_owned())
-}
-
 /// How the kernel is entered.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "lowercase")]
@@ -221,6 +187,9 @@ pub enum Console {
     Off,
     /// Also written to standard error while the guest runs, all kernel messages included.
     Serial,
+    /// The same over a virtio console, which costs the guest far less than the serial port; what
+    /// the kernel says before it has found the console comes late.
+    Virtio,
 }
 
 /// A VM, complete.
@@ -245,6 +214,12 @@ pub struct VmConfig {
     /// Further disks, `/dev/vda` (or `/dev/vdb` with a rootfs) and on.
     #[serde(default)]
     pub disks: Vec<DiskConfig>,
+    /// Files that the guest sees as persistent memory, `/dev/pmem0` and on.
+    #[serde(default)]
+    pub pmem: Vec<PmemConfig>,
+    /// A balloon: memory that the guest does not need goes back to the host.
+    #[serde(default)]
+    pub balloon: bool,
     /// Unix socket for vsock.
     #[serde(default)]
     pub vsock: Option<PathBuf>,
@@ -264,13 +239,17 @@ pub struct VmConfig {
 /// `reboot=k panic=-1`: a reboot, also after a panic, is a reset of the i8042, which ends the VM.
 /// `no_timer_check`, `tsc=reliable`: the clock is the hypervisor's and needs no calibration.
 /// `random.trust_cpu=on`: RDRAND may seed the generator, so that nothing waits for entropy.
-const CMDLINE: &str = "console=ttyS0 reboot=k panic=-1 no_timer_check tsc=reliable \
+const CMDLINE: &str = "reboot=k panic=-1 no_timer_check tsc=reliable \
                        random.trust_cpu=on 8250.nr_uarts=1";
 
 impl VmConfig {
     /// The whole kernel command line.
     pub fn cmdline(&self) -> String {
         let mut line = CMDLINE.to_owned();
+        line.push_str(match self.console {
+            Console::Off | Console::Serial => " console=ttyS0",
+            Console::Virtio => " console=hvc0",
+        });
         if self.transport == TransportKind::Mmio {
             // There is no PCI bus: the kernel need not look for one.
             line.push_str(" pci=off");
@@ -305,6 +284,24 @@ impl VmConfig {
         disks
     }
 
+    /// All persistent memory, named.
+    pub fn all_pmem(&self) -> Vec<PmemConfig> {
+        let mut all = self.pmem.clone();
+        for (index, pmem) in all.iter_mut().enumerate() {
+            if pmem.id.is_empty() {
+                pmem.id = format!("pmem{index}");
+            }
+        }
+        all
+    }
+
+    fn device_ids(&self) -> Vec<String> {
+        let disks = self.all_disks().into_iter().map(|disk| disk.id);
+        let pmem = self.all_pmem().into_iter().map(|pmem| pmem.id);
+        let ours = ["vsock", "rng", "balloon", "console"].map(str::to_owned);
+        disks.chain(pmem).chain(ours).collect()
+    }
+
     /// Checks all that can be told without touching the host.
     pub fn validate(&self) -> Result<(), ConfigError> {
         if self.cpus == 0 || self.cpus > layout::MAX_CPUS {
@@ -317,15 +314,19 @@ impl VmConfig {
         if cmdline.len() >= layout::CMDLINE_MAX {
             return Err(ConfigError::CmdlineTooLong { len: cmdline.len() });
         }
-        let disks = self.all_disks();
-        for (index, disk) in disks.iter().enumerate() {
-            checked_id(&disk.id)?;
-            if disks.iter().take(index).any(|other| other.id == disk.id) {
-                return Err(ConfigError::DuplicateId(disk.id.clone()));
+        let ids = self.device_ids();
+        for (index, id) in ids.iter().enumerate() {
+            checked_id(id)?;
+            if ids.iter().take(index).any(|other| other == id) {
+                return Err(ConfigError::DuplicateId(id.clone()));
             }
         }
-        // Beside the disks: entropy and vsock.
-        let count = disks.len() + 2;
+        // Entropy and vsock are always there.
+        let optional = [self.balloon, self.console == Console::Virtio];
+        let count = self.all_disks().len()
+            + self.pmem.len()
+            + optional.iter().filter(|&&wanted| wanted).count()
+            + 2;
         let max = match self.transport {
             TransportKind::Mmio => layout::MAX_VIRTIO_MMIO,
             TransportKind::Pci => usize::from(devices::pci::SLOTS) - 1,
@@ -363,6 +364,8 @@ mod tests {
             cmdline_append: String::new(),
             rootfs: None,
             disks: Vec::new(),
+            pmem: Vec::new(),
+            balloon: true,
             vsock: None,
             console: Console::Off,
             boot_protocol: BootProtocol::Auto,
@@ -397,20 +400,6 @@ mod tests {
             let error = text.parse::<MemorySize>().unwrap_err().to_string();
             assert!(error.contains(cure), "{text}: {error}");
             assert!(error.contains(text), "{text}: {error}");
-        }
-    }
-
-    #[test]
-    fn disks_are_read_from_options() {
-        let disk: DiskConfig = "path=/a/b.img,id=data,ro".parse().unwrap();
-        let expected = DiskConfig { path: "/a/b.img".into(), id: "data".into(), read_only: true };
-        assert_eq!(disk, expected);
-    }
-
-    #[test]
-    fn bad_disk_options_are_refused() {
-        for text in ["", "ro", "path=", "path=x,rw=1", "path=x,id=", "path=x,id=a/b", "x"] {
-            assert!(text.parse::<DiskConfig>().is_err(), "{text}");
         }
     }
 

@@ -6,9 +6,14 @@
 
 use std::collections::VecDeque;
 use std::io::{self, Write};
+use std::os::fd::AsFd;
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::mpsc::{SyncSender, TrySendError, sync_channel};
 use std::sync::{Arc, Mutex, PoisonError};
+
+use devices::event::Event;
+use devices::virtio::console::ConsoleOutput;
+use nix::poll::{PollFd, PollFlags, PollTimeout};
 
 /// Bytes of output that are kept.
 const KEPT: usize = 32 * 1024;
@@ -16,11 +21,12 @@ const KEPT: usize = 32 * 1024;
 const QUEUE: usize = 4096;
 
 /// Where console output goes. Clones share it.
-#[derive(Clone, Debug, Default)]
+#[derive(Clone, Default)]
 pub struct ConsoleLog {
     ring: Arc<Mutex<VecDeque<u8>>>,
     dropped: Arc<AtomicU64>,
     forward: Option<SyncSender<Vec<u8>>>,
+    virtio: Option<ConsoleOutput>,
 }
 
 impl ConsoleLog {
@@ -42,11 +48,56 @@ impl ConsoleLog {
         Ok(Self { forward: Some(sender), ..Self::default() })
     }
 
+    /// Takes in a virtio console too, whose output goes the same ways.
+    pub fn with_virtio(mut self) -> io::Result<Self> {
+        let output = ConsoleOutput::new(KEPT);
+        let mut reader = output.subscribe()?;
+        let mut log = self.clone();
+        std::thread::Builder::new().name("hvc".to_owned()).spawn(move || {
+            let mut piece = vec![0; 4096];
+            loop {
+                match reader.read(&mut piece) {
+                    0 => wait_for(reader.event()),
+                    count => {
+                        // A log takes everything.
+                        let _ = log.write_all(piece.get(..count).unwrap_or_default());
+                    }
+                }
+            }
+        })?;
+        self.virtio = Some(output);
+        Ok(self)
+    }
+
+    /// Where a virtio console prints, if there is one.
+    pub fn virtio_output(&self) -> Option<&ConsoleOutput> {
+        self.virtio.as_ref()
+    }
+
+    /// What the virtio console has kept, which may not have come through its thread yet.
+    fn virtio_kept(&self) -> Vec<u8> {
+        let mut kept = Vec::new();
+        let reader = self.virtio.as_ref().and_then(|output| output.subscribe().ok());
+        if let Some(mut reader) = reader {
+            let mut piece = vec![0; 4096];
+            loop {
+                match reader.read(&mut piece) {
+                    0 => break,
+                    count => kept.extend(piece.get(..count).unwrap_or_default()),
+                }
+            }
+        }
+        kept
+    }
+
     /// The last `lines` lines, without control characters that could upset a terminal.
     pub fn tail(&self, lines: usize) -> Vec<String> {
-        let bytes: Vec<u8> = {
+        let virtio = self.virtio_kept();
+        let bytes: Vec<u8> = if virtio.is_empty() {
             let ring = self.ring.lock().unwrap_or_else(PoisonError::into_inner);
             ring.iter().copied().collect()
+        } else {
+            virtio
         };
         let text = String::from_utf8_lossy(&bytes);
         let mut tail: Vec<String> = text
@@ -83,6 +134,13 @@ impl Write for ConsoleLog {
     fn flush(&mut self) -> io::Result<()> {
         Ok(())
     }
+}
+
+/// Waits until `event` is signalled.
+fn wait_for(event: &Event) {
+    let mut poll = [PollFd::new(event.as_fd(), PollFlags::POLLIN)];
+    // An interruption is as good as a signal: the reader looks again.
+    let _ = nix::poll::poll(&mut poll, PollTimeout::NONE);
 }
 
 #[cfg(test)]

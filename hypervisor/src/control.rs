@@ -9,7 +9,7 @@ use std::time::{Duration, Instant};
 use guest_protocol::{Client, Hello, PowerOff};
 
 use crate::agent::Guest;
-use crate::api::{ErrorKind, Info, Reply, Request, StopHow};
+use crate::api::{BalloonInfo, ErrorKind, Info, Reply, Request, StopHow};
 use crate::command::guest_command::with_causes;
 use crate::event::{Call, Event, Events};
 use crate::outcome::Outcome;
@@ -137,6 +137,7 @@ impl Control {
                 answer(&reply, done(paused));
             }
             Request::Resume {} => answer(&reply, done(self.vm.resume())),
+            Request::SetBalloon { bytes } => answer(&reply, self.set_balloon(bytes)),
             Request::AddDisk { disk } => answer(&reply, done(self.vm.add_disk(&disk))),
             Request::RemoveDevice { id } => answer(&reply, done(self.vm.remove_device(&id))),
             Request::Stop { how, timeout_ms } => {
@@ -162,6 +163,24 @@ impl Control {
         None
     }
 
+    fn set_balloon(&self, bytes: u64) -> Reply {
+        let ram = self.vm.config().memory.bytes();
+        match self.vm.balloon() {
+            None => {
+                error(ErrorKind::Failed, &"this VM has no balloon; start it without --no-balloon")
+            }
+            Some(_) if bytes > ram => {
+                let message =
+                    format!("a balloon of {bytes} bytes is larger than the guest's {ram}");
+                error(ErrorKind::Invalid, &message)
+            }
+            Some(balloon) => {
+                balloon.set_target(bytes);
+                Reply::Done
+            }
+        }
+    }
+
     fn info(&self) -> Info {
         let config = self.vm.config().clone();
         Info {
@@ -171,6 +190,10 @@ impl Control {
             pid: std::process::id(),
             version: env!("CARGO_PKG_VERSION").to_owned(),
             vsock: config.vsock.clone(),
+            balloon: self.vm.balloon().map(|balloon| BalloonInfo {
+                target_bytes: balloon.target_bytes(),
+                actual_bytes: balloon.actual_bytes(),
+            }),
             devices: self.vm.devices(),
             config,
         }

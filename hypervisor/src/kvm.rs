@@ -9,11 +9,12 @@ use devices::ids::Gsi;
 use devices::memory::Memory;
 use devices::pci::msix::Message;
 use devices::virtio::transport::Doorbell;
-use kvm_bindings::{kvm_msi, kvm_userspace_memory_region};
+use kvm_bindings::{KVM_MEM_READONLY, kvm_msi, kvm_userspace_memory_region};
 use kvm_ioctls::{Cap, IoEventAddress, Kvm, NoDatamatch, VcpuFd, VmFd};
 use vm_memory::{GuestMemoryBackend, GuestMemoryRegion};
 
 use crate::layout;
+use crate::wiring::PlacedPmem;
 
 /// Where the kernel offers KVM.
 pub const DEVICE: &str = "/dev/kvm";
@@ -153,6 +154,21 @@ impl VmHandle {
                 .map_err(refused("map guest memory"))?;
         }
         Ok(())
+    }
+
+    /// Gives the guest persistent memory at `start`, in a slot after those of RAM.
+    pub fn map_pmem(&self, slot: u32, pmem: &PlacedPmem) -> Result<(), KvmError> {
+        let flags = if pmem.backing.read_only() { KVM_MEM_READONLY } else { 0 };
+        let mapping = kvm_userspace_memory_region {
+            slot,
+            flags,
+            guest_phys_addr: pmem.start,
+            memory_size: pmem.backing.len(),
+            userspace_addr: pmem.backing.host_address().as_ptr() as u64,
+        };
+        // SAFETY: the range is a live mapping of that length, whose owner keeps it for as long as
+        // vCPUs can run; a read-only mapping is in a read-only slot.
+        unsafe { self.vm.set_user_memory_region(mapping) }.map_err(refused("map persistent memory"))
     }
 
     /// Makes `event` raise an edge on line `gsi`. After [`VmHandle::create_irqchip`].

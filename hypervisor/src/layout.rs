@@ -111,6 +111,12 @@ pub fn ram_regions(bytes: u64) -> Vec<(u64, u64)> {
     vec![(0, DEVICE_HOLE), (DEVICE_HOLE_END, bytes - DEVICE_HOLE)]
 }
 
+/// First address above `ram` bytes of RAM and the device hole, on a boundary of 1 GiB.
+pub fn above_ram(ram: u64) -> u64 {
+    let ends = ram_regions(ram).into_iter().map(|(start, len)| start + len);
+    ends.max().unwrap_or(0).max(DEVICE_HOLE_END).next_multiple_of(1 << 30)
+}
+
 /// Base address of the n-th virtio-mmio device.
 pub fn virtio_mmio_base(index: usize) -> u64 {
     VIRTIO_MMIO + index as u64 * devices::virtio::mmio::REGION_SIZE
@@ -140,6 +146,13 @@ mod tests {
     #[test]
     fn pci_windows_stay_in_their_area() {
         assert!(pci_window(usize::from(devices::pci::SLOTS)) <= PCI_WINDOWS_END);
+    }
+
+    #[test]
+    fn persistent_memory_is_above_ram_and_hole() {
+        assert_eq!(above_ram(256 << 20), 4 << 30);
+        assert_eq!(above_ram(4 << 30), 5 << 30);
+        assert_eq!(above_ram((4 << 30) + 4096), 6 << 30);
     }
 
     #[test]

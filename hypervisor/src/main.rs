@@ -52,6 +52,8 @@ enum Command {
     Pause(client::Target),
     /// Let a paused VM go on
     Resume(client::Target),
+    /// Ask a guest for memory through its balloon
+    Balloon(client::BalloonOptions),
     /// Plug a disk into a VM with PCI
     Plug(client::PlugOptions),
     /// Take a device out of a VM with PCI
@@ -95,6 +97,7 @@ fn act(command: &Command, ladder: Ladder) -> anyhow::Result<u8> {
         Command::Info(target) => client::info(target),
         Command::Pause(target) => client::plain(target, &Request::Pause {}),
         Command::Resume(target) => client::plain(target, &Request::Resume {}),
+        Command::Balloon(options) => client::balloon(options),
         Command::Plug(options) => client::plug(options),
         Command::Unplug(options) => client::unplug(options),
         Command::Stop(options) => client::stop(options),

@@ -47,6 +47,7 @@ pub fn check(state: VmState, request: &Request) -> Result<(), Illegal> {
         Request::Info {} => ("info", true),
         Request::Pause {} => ("pause", state == VmState::Running),
         Request::Resume {} => ("resume", state == VmState::Paused),
+        Request::SetBalloon { .. } => ("set_balloon", state == VmState::Running),
         Request::AddDisk { .. } => ("add_disk", state == VmState::Running),
         Request::RemoveDevice { .. } => ("remove_device", state == VmState::Running),
         Request::Stop { .. } => ("stop", true),

@@ -6,6 +6,7 @@ use devices::executor::Executor;
 use devices::ids::DeviceId;
 use devices::irq::Interrupt;
 use devices::memory::Memory;
+use devices::virtio::balloon::BalloonHandle;
 use devices::virtio::block::{Block, BlockConfig, RawFile};
 use devices::virtio::transport::Transport;
 use devices::virtio::vsock::VsockHandle;
@@ -18,6 +19,7 @@ use crate::kvm::VmHandle;
 use crate::pci_slots::PciSlots;
 use crate::state::VmState;
 use crate::vcpu::{Vcpu, VcpuError};
+use crate::wiring::PlacedPmem;
 
 /// Why a device was not plugged or unplugged. Nothing has changed.
 #[derive(Debug, thiserror::Error)]
@@ -50,6 +52,9 @@ pub struct Vm {
     pub(crate) console: ConsoleLog,
     pub(crate) power_button: Interrupt,
     pub(crate) vsock: VsockHandle,
+    pub(crate) balloon: Option<BalloonHandle>,
+    /// Here so that it outlives the memory slots.
+    pub(crate) _pmem: Vec<PlacedPmem>,
     pub(crate) state: VmState,
 }
 
@@ -72,6 +77,11 @@ impl Vm {
     /// Connections to the guest.
     pub fn vsock(&self) -> &VsockHandle {
         &self.vsock
+    }
+
+    /// The balloon, if there is one.
+    pub fn balloon(&self) -> Option<&BalloonHandle> {
+        self.balloon.as_ref()
     }
 
     /// Guest RAM.

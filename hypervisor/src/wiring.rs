@@ -14,10 +14,13 @@ use devices::legacy::i8042::{self, I8042};
 use devices::legacy::pvpanic::{self, Pvpanic};
 use devices::legacy::serial::{self, Serial};
 use devices::legacy::sleep::{self, SleepRegisters};
-use devices::memory::Memory;
+use devices::memory::{GuestAddress, Memory};
 use devices::virtio::VirtioDevice;
+use devices::virtio::balloon::{Balloon, BalloonConfig, BalloonHandle};
 use devices::virtio::block::{Block, BlockConfig, RawFile};
+use devices::virtio::console::{Console, ConsoleConfig};
 use devices::virtio::mmio::{MmioTransport, REGION_SIZE};
+use devices::virtio::pmem::{Pmem, PmemBacking, PmemConfig};
 use devices::virtio::rng::{Rng, host_entropy};
 use devices::virtio::vsock::{Vsock, VsockConfig, VsockHandle};
 
@@ -35,6 +38,14 @@ use crate::vm::SharedTransport;
 
 /// The guest's context id: the only guest on its own vsock device, so it needs no other.
 const GUEST_CID: u64 = 3;
+
+/// Persistent memory in the guest's address space.
+pub struct PlacedPmem {
+    /// Its first guest address.
+    pub start: u64,
+    /// Its memory.
+    pub backing: PmemBacking,
+}
 
 /// The VM in the kernel, once it is there: devices are made before.
 pub type LateHandle = Arc<OnceLock<Arc<VmHandle>>>;
@@ -147,6 +158,45 @@ impl<'a> Wiring<'a> {
         Ok(handle)
     }
 
+    /// The balloon, if the VM has one.
+    pub fn balloon(&mut self, config: &VmConfig) -> Result<Option<BalloonHandle>, BuildError> {
+        if !config.balloon {
+            return Ok(None);
+        }
+        let (balloon, handle) = Balloon::new(self.executor.clone(), BalloonConfig::default());
+        self.virtio(DeviceId::new("balloon"), Box::new(balloon))?;
+        Ok(Some(handle))
+    }
+
+    /// The virtio console, if the VM has one. It prints into `log`.
+    pub fn console(&mut self, config: &VmConfig, log: &ConsoleLog) -> Result<(), BuildError> {
+        let Some(output) = log.virtio_output() else { return Ok(()) };
+        debug_assert_eq!(config.console, crate::config::Console::Virtio);
+        let size = ConsoleConfig::default();
+        let (console, _handle) = Console::new(self.executor.clone(), size, output.clone());
+        self.virtio(DeviceId::new("console"), Box::new(console))
+    }
+
+    /// Persistent memory, placed above RAM; where each is, for the memory slots.
+    pub fn pmem(
+        &mut self,
+        config: &VmConfig,
+        files: Vec<(DeviceId, PmemBacking)>,
+    ) -> Result<Vec<PlacedPmem>, BuildError> {
+        let mut start = layout::above_ram(config.memory.bytes());
+        let mut placed = Vec::new();
+        for (id, backing) in files {
+            let place = PmemConfig { start: GuestAddress(start) };
+            let device = Pmem::new(self.executor.clone(), backing.clone(), place)?;
+            self.virtio(id, Box::new(device))?;
+            let len = backing.len();
+            placed.push(PlacedPmem { start, backing });
+            // Cannot wrap: Pmem::new has checked the end.
+            start = start.saturating_add(len);
+        }
+        Ok(placed)
+    }
+
     fn virtio(&mut self, id: DeviceId, device: Box<dyn VirtioDevice>) -> Result<(), BuildError> {
         match &self.pci {
             Some(slots) => {
@@ -190,11 +240,15 @@ impl<'a> Wiring<'a> {
     }
 }
 
-/// The host's side of the serial console.
+/// The host's side of the console.
 pub fn console(config: &VmConfig) -> Result<ConsoleLog, BuildError> {
+    use crate::config::Console;
+    let failed = |source| BuildError::Host { what: "console thread", source };
     match config.console {
-        crate::config::Console::Off => Ok(ConsoleLog::new()),
-        crate::config::Console::Serial => ConsoleLog::forwarding(io::stderr())
-            .map_err(|source| BuildError::Host { what: "console thread", source }),
+        Console::Off => Ok(ConsoleLog::new()),
+        Console::Serial => ConsoleLog::forwarding(io::stderr()).map_err(failed),
+        Console::Virtio => {
+            ConsoleLog::forwarding(io::stderr()).and_then(ConsoleLog::with_virtio).map_err(failed)
+        }
     }
 }

@@ -11,7 +11,7 @@ use super::guest_command::GuestCommand;
 use super::options::{SpawnOptions, seconds};
 use crate::api::{Info, Reply, Request, StopHow};
 use crate::api_socket::request;
-use crate::config::DiskConfig;
+use crate::config::{DiskConfig, MemorySize};
 use crate::event::{Event, Events};
 use crate::signals;
 
@@ -37,6 +37,27 @@ pub struct ExecOptions {
     /// The command.
     #[command(flatten)]
     pub spawn: SpawnOptions,
+}
+
+/// Options of `balloon`.
+#[derive(Args, Clone, Debug)]
+pub struct BalloonOptions {
+    /// The VM.
+    #[command(flatten)]
+    pub target: Target,
+
+    /// Memory that the guest shall give back: a number with a unit, or 0
+    #[arg(value_name = "SIZE")]
+    pub size: String,
+}
+
+/// Asks the guest for memory, or gives it back.
+pub fn balloon(options: &BalloonOptions) -> anyhow::Result<u8> {
+    let bytes = match options.size.as_str() {
+        "0" => 0,
+        text => text.parse::<MemorySize>()?.bytes(),
+    };
+    plain(&options.target, &Request::SetBalloon { bytes })
 }
 
 /// Options of `plug`.

@@ -6,8 +6,8 @@ use std::time::Duration;
 use clap::{Args, ValueEnum};
 
 use crate::config::{
-    BootProtocol, ConfigError, Console, DiskConfig, MemorySize, TransportKind, VmConfig,
-    default_artifact,
+    BootProtocol, ConfigError, Console, DiskConfig, MemorySize, PmemConfig, TransportKind,
+    VmConfig, default_artifact,
 };
 
 /// What a VM is made of; shared by `run` and `start`.
@@ -38,12 +38,21 @@ pub struct VmOptions {
     #[arg(long = "disk", value_name = "path=FILE[,id=NAME][,ro]")]
     pub disks: Vec<String>,
 
+    /// Attach a file as persistent memory, /dev/pmem0 and on: path=FILE[,id=NAME][,ro]. Read-only it
+    /// shares the host's page cache; otherwise writes stay in the guest's own copy
+    #[arg(long, value_name = "path=FILE[,id=NAME][,ro]")]
+    pub pmem: Vec<String>,
+
+    /// Do without the balloon, through which memory that the guest has freed goes back to the host
+    #[arg(long)]
+    pub no_balloon: bool,
+
     /// Append to the kernel command line
     #[arg(long, default_value = "", value_name = "TEXT", allow_hyphen_values = true)]
     pub cmdline_append: String,
 
-    /// Serial console: off keeps the last lines for error messages, serial also writes everything
-    /// to standard error
+    /// Console: off keeps the last lines for error messages; serial (complete) and virtio (fast)
+    /// also write everything to standard error
     #[arg(long, value_enum, default_value_t = ConsoleOption::Off)]
     pub console: ConsoleOption,
 
@@ -77,6 +86,7 @@ pub fn seconds() -> clap::builder::RangedU64ValueParser {
 pub enum ConsoleOption {
     Off,
     Serial,
+    Virtio,
 }
 
 /// See [`BootProtocol`].
@@ -102,6 +112,8 @@ impl VmOptions {
         let memory: MemorySize = self.memory.parse()?;
         let disks = self.disks.iter().map(|text| text.parse::<DiskConfig>());
         let disks = disks.collect::<Result<_, _>>()?;
+        let pmem = self.pmem.iter().map(|text| text.parse::<PmemConfig>());
+        let pmem = pmem.collect::<Result<_, _>>()?;
         let found = |given: &Option<PathBuf>, name: &str| match given {
             Some(path) => Ok(path.clone()),
             None => {
@@ -122,10 +134,13 @@ impl VmOptions {
             cmdline_append: self.cmdline_append.clone(),
             rootfs: self.rootfs.clone(),
             disks,
+            pmem,
+            balloon: !self.no_balloon,
             vsock: None,
             console: match self.console {
                 ConsoleOption::Off => Console::Off,
                 ConsoleOption::Serial => Console::Serial,
+                ConsoleOption::Virtio => Console::Virtio,
             },
             boot_protocol: match self.boot_protocol {
                 ProtocolOption::Auto => BootProtocol::Auto,
