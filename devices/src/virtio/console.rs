@@ -90,6 +90,8 @@ pub struct ConsoleCounters {
     pub dropped_bytes: u64,
     /// Bytes that were typed and given to the guest.
     pub typed_bytes: u64,
+    /// Times the driver broke the rules of its rings, so that the device had to be reset.
+    pub guest_faults: u64,
 }
 
 #[derive(Default)]
@@ -100,6 +102,7 @@ struct Shared {
     emergency: AtomicU64,
     dropped: AtomicU64,
     typed: AtomicU64,
+    guest_faults: AtomicU64,
     line: Mutex<Line>,
 }
 
@@ -267,6 +270,7 @@ impl ConsoleHandle {
             emergency_bytes: load(&self.shared.emergency),
             dropped_bytes: load(&self.shared.dropped),
             typed_bytes: load(&self.shared.typed),
+            guest_faults: load(&self.shared.guest_faults),
         }
     }
 }
@@ -395,6 +399,7 @@ impl Handler for Worker {
             }
             Err(fault) => {
                 tracing::warn!(%fault, "console stopped");
+                self.shared.guest_faults.fetch_add(1, Ordering::Relaxed);
                 self.notifier.needs_reset();
                 Flow::Finished
             }

@@ -51,12 +51,40 @@ pub struct PmemConfig {
 
 // --- device ------------------------------------------------------------------------------------
 
+/// What the device has done since it was made. Clones look at the same device.
+#[derive(Clone, Debug, Default)]
+pub struct PmemCounters(Arc<Counters>);
+
+#[derive(Debug, Default)]
+struct Counters {
+    flushes: AtomicU64,
+    refused: AtomicU64,
+    guest_faults: AtomicU64,
+}
+
+impl PmemCounters {
+    /// Flush requests that were answered.
+    pub fn flushes(&self) -> u64 {
+        self.0.flushes.load(Ordering::Relaxed)
+    }
+
+    /// Requests that are not known.
+    pub fn refused(&self) -> u64 {
+        self.0.refused.load(Ordering::Relaxed)
+    }
+
+    /// Times the driver broke the rules of its ring, so that the device had to be reset.
+    pub fn guest_faults(&self) -> u64 {
+        self.0.guest_faults.load(Ordering::Relaxed)
+    }
+}
+
 /// The device as the transport holds it.
 pub struct Pmem {
     executor: ExecutorHandle,
     backing: PmemBacking,
     start: GuestAddress,
-    flushes: Arc<AtomicU64>,
+    counters: PmemCounters,
     worker: Option<Running<Worker>>,
 }
 
@@ -73,12 +101,13 @@ impl Pmem {
         if !fits {
             return Err(PmemError::Address { start, len: backing.len() });
         }
-        Ok(Self { executor, backing, start: config.start, flushes: Arc::default(), worker: None })
+        let counters = PmemCounters::default();
+        Ok(Self { executor, backing, start: config.start, counters, worker: None })
     }
 
-    /// Flush requests that were answered.
-    pub fn flushes(&self) -> u64 {
-        self.flushes.load(Ordering::Relaxed)
+    /// What it has done.
+    pub fn counters(&self) -> PmemCounters {
+        self.counters.clone()
     }
 }
 
@@ -103,7 +132,7 @@ impl VirtioDevice for Pmem {
     fn start(&mut self, mut activation: Activation) -> Result<(), StartError> {
         let queue = activation.take_queue(0)?;
         let notifier = activation.notifier;
-        let worker = Worker { queue, notifier, flushes: self.flushes.clone() };
+        let worker = Worker { queue, notifier, counters: self.counters.clone() };
         let running = self.executor.run(worker).map_err(|no| StartError::Executor(no.error))?;
         self.worker = Some(running);
         Ok(())
@@ -124,7 +153,7 @@ const QUEUE: Token = Token(0);
 struct Worker {
     queue: ActiveQueue,
     notifier: Notifier,
-    flushes: Arc<AtomicU64>,
+    counters: PmemCounters,
 }
 
 impl Worker {
@@ -136,9 +165,11 @@ impl Worker {
                 return self.queue.enable_notification();
             };
             let request = Request::read(&chain, self.queue.memory());
-            if request == Request::Flush {
-                self.flushes.fetch_add(1, Ordering::Relaxed);
-            }
+            let counter = match request {
+                Request::Flush => &self.counters.0.flushes,
+                Request::Unknown => &self.counters.0.refused,
+            };
+            counter.fetch_add(1, Ordering::Relaxed);
             let written = request.answer(&chain, self.queue.memory());
             self.queue.complete(&chain, written)?;
         }
@@ -163,6 +194,7 @@ impl Handler for Worker {
             }
             Err(fault) => {
                 tracing::warn!(%fault, "persistent memory device stopped");
+                self.counters.0.guest_faults.fetch_add(1, Ordering::Relaxed);
                 self.notifier.needs_reset();
                 Flow::Finished
             }

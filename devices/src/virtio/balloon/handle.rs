@@ -28,6 +28,8 @@ pub struct BalloonCounters {
     pub malformed_requests: u64,
     /// Statistics that came.
     pub statistics: u64,
+    /// Times the driver broke the rules of its rings, so that the device had to be reset.
+    pub guest_faults: u64,
 }
 
 /// The counters while they count.
@@ -41,6 +43,7 @@ pub(super) struct Counters {
     pub(super) kept_bytes: AtomicU64,
     pub(super) malformed_requests: AtomicU64,
     pub(super) statistics: AtomicU64,
+    pub(super) guest_faults: AtomicU64,
 }
 
 pub(super) fn count(counter: &AtomicU64, amount: u64) {
@@ -205,6 +208,7 @@ impl BalloonHandle {
             kept_bytes: load(&counters.kept_bytes),
             malformed_requests: load(&counters.malformed_requests),
             statistics: load(&counters.statistics),
+            guest_faults: load(&counters.guest_faults),
         }
     }
 }

@@ -174,6 +174,7 @@ impl Handler for Worker {
             }
             Err(fault) => {
                 tracing::warn!(%fault, "balloon stopped");
+                count(&self.shared.counters.guest_faults, 1);
                 self.shared.disconnect();
                 self.notifier.needs_reset();
                 Flow::Finished

@@ -256,6 +256,21 @@ fn a_guest_in_trouble_prints_before_it_has_a_driver() {
 }
 
 #[test]
+fn a_driver_that_breaks_the_rules_loses_its_console_and_no_line() {
+    let (_executor, mut driver, handle) = live();
+    print(&mut driver, b"last words\n");
+    driver.set_avail_index(TRANSMIT, u16::MAX);
+    driver.kick(TRANSMIT);
+    assert!(eventually(PATIENCE, || driver.needs_reset()));
+    assert_eq!(handle.counters().guest_faults, 1);
+    assert_eq!(handle.input().write(b"still accepted"), 14);
+    driver.reset();
+    driver.initialize();
+    assert_eq!(typed(&mut driver, 14), b"still accepted");
+    assert_eq!(printed(&mut handle.output().subscribe().unwrap()), b"last words\n");
+}
+
+#[test]
 fn typing_and_printing_under_resets_end_with_a_console_that_works() {
     let (_executor, mut driver, handle) = live();
     let ended = std::sync::atomic::AtomicBool::new(false);
