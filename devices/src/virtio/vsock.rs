@@ -22,6 +22,7 @@
 //! `credit` for the guest's protocol, `connection` and `muxer` for the state, `rings` and `worker`
 //! for what moves.
 
+mod complaints;
 mod connection;
 mod credit;
 mod greeting;

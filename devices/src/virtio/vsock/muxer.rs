@@ -9,6 +9,7 @@ use std::io;
 use std::os::unix::net::UnixStream;
 use std::time::Instant;
 
+use super::complaints::Complaints;
 use super::connection::{Connection, Filled, Stage};
 use super::credit::BUF_ALLOC;
 use super::greeting::Answer;
@@ -28,9 +29,6 @@ pub const MAX_STRAYS: usize = 256;
 pub const FIRST_HOST_PORT: u32 = 1 << 30;
 /// The last of them.
 pub const LAST_HOST_PORT: u32 = (1 << 31) - 1;
-
-/// Lines that a guest can make us log.
-const MAX_COMPLAINTS: u32 = 8;
 
 /// Names a connection; the addresses are always the guest's and the host's.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
@@ -65,7 +63,7 @@ pub struct Muxer {
     touched: Vec<u32>,
     /// Refusals of what is no connection.
     strays: VecDeque<Header>,
-    complaints: u32,
+    complaints: Complaints,
 }
 
 impl Muxer {
@@ -84,7 +82,7 @@ impl Muxer {
             ready: VecDeque::new(),
             touched: Vec::new(),
             strays: VecDeque::new(),
-            complaints: 0,
+            complaints: Complaints::default(),
         }
     }
 
@@ -140,6 +138,14 @@ impl Muxer {
                 _ => {}
             }
         }
+    }
+
+    /// Length of the longest of the lists that must stay bounded.
+    #[cfg(test)]
+    pub fn longest_list(&self) -> usize {
+        [self.control.len(), self.ready.len(), self.strays.len(), self.slots.len()]
+            .into_iter()
+            .fold(0, usize::max)
     }
 
     // --- table ---------------------------------------------------------------------------------
@@ -310,14 +316,14 @@ impl Muxer {
     /// Takes one packet of the guest. Makes one stray at most.
     pub fn receive(&mut self, chain: &Chain, memory: &Memory) {
         let Some(header) = Header::read(chain, memory) else {
-            return self.complain("packet shorter than its header");
+            return self.complaints.log("packet shorter than its header");
         };
         if header.src_cid != self.guest_cid {
             // An answer would not reach the sender, whoever that is.
-            return self.complain("packet from a foreign address");
+            return self.complaints.log("packet from a foreign address");
         }
         if header.dst_cid != HOST_CID || header.socket_type != STREAM {
-            self.complain("packet to a foreign address or of an unknown type");
+            self.complaints.log("packet to a foreign address or of an unknown type");
             return self.refuse(&header);
         }
         let payload = Payload { chain, memory };
@@ -331,7 +337,7 @@ impl Muxer {
             (Some(Op::Reset), Some(slot)) => self.guest_reset(slot),
             (Some(op), Some(slot)) => self.deliver(slot, op, &header, &payload),
             (None, Some(slot)) => {
-                self.complain("packet of unknown operation or false length");
+                self.complaints.log("packet of unknown operation or false length");
                 self.end(slot);
             }
         }
@@ -371,7 +377,7 @@ impl Muxer {
             self.remove(slot, io::ErrorKind::ConnectionReset);
             self.request(key, header);
         } else {
-            self.complain("request for a connection that exists");
+            self.complaints.log("request for a connection that exists");
             self.end(slot);
         }
     }
@@ -397,7 +403,7 @@ impl Muxer {
         match entry.connection.receive(op, header, payload) {
             Ok(()) => self.settle(slot),
             Err(violation) => {
-                self.complain(violation.0);
+                self.complaints.log(violation.0);
                 self.end(slot);
             }
         }
@@ -407,13 +413,6 @@ impl Muxer {
         if let Some(entry) = self.entry(slot) {
             entry.connection.reset(io::ErrorKind::ConnectionReset);
             self.settle(slot);
-        }
-    }
-
-    fn complain(&mut self, what: &'static str) {
-        self.complaints = self.complaints.saturating_add(1);
-        if self.complaints <= MAX_COMPLAINTS {
-            tracing::warn!(guest_cid = self.guest_cid, "vsock: {what}");
         }
     }
 

@@ -177,3 +177,77 @@ pub fn listen(path: &Path) -> io::Result<UnixListener> {
     check(unsafe { libc::listen(socket.as_raw_fd(), BACKLOG) })?;
     Ok(UnixListener::from(socket))
 }
+
+#[cfg(test)]
+mod tests {
+    use vm_memory::{GuestMemoryBackend, GuestMemoryRegion};
+
+    use super::*;
+    use crate::memory::{Bytes, GuestAddress};
+
+    /// Two regions that touch, so that a piece can lie in both.
+    fn memory() -> Memory {
+        let ranges = [(GuestAddress(0), 0x4000), (GuestAddress(0x4000), 0x4000)];
+        Memory::from_ranges(&ranges).unwrap()
+    }
+
+    fn segment(address: u64, len: u32) -> Segment {
+        Segment { address: GuestAddress(address), len }
+    }
+
+    fn is_dirty(memory: &Memory, address: u64) -> bool {
+        let region = memory.find_region(GuestAddress(address)).unwrap();
+        region.bitmap().dirty_at((address - region.start_addr().0) as usize)
+    }
+
+    #[test]
+    fn data_goes_into_all_pieces_and_only_what_was_written_is_dirty() {
+        let memory = memory();
+        let (socket, program) = UnixStream::pair().unwrap();
+        let pieces =
+            [segment(0x1000, 0), segment(0x1ffe, 2), segment(0x3ffe, 4), segment(0x6000, 9)];
+        let empty = receive_into(&socket, &memory, &pieces).unwrap_err();
+        assert!(is_transient(&empty));
+        assert_eq!(send(&program, [b"abc", b"def"]).unwrap(), 6);
+        assert_eq!(receive_into(&socket, &memory, &pieces).unwrap(), 6);
+        let mut data = [0; 6];
+        memory.read_slice(&mut data[..2], GuestAddress(0x1ffe)).unwrap();
+        memory.read_slice(&mut data[2..], GuestAddress(0x3ffe)).unwrap();
+        assert_eq!(&data, b"abcdef");
+        let dirty = [0x1000, 0x3000, 0x4000];
+        assert!(dirty.iter().all(|&page| is_dirty(&memory, page)));
+        assert!([0, 0x2000, 0x5000, 0x6000].iter().all(|&page| !is_dirty(&memory, page)));
+    }
+
+    #[test]
+    fn data_comes_out_of_all_pieces() {
+        let memory = memory();
+        let (socket, program) = UnixStream::pair().unwrap();
+        memory.write_slice(b"abcdef", GuestAddress(0x3ffd)).unwrap();
+        let pieces = [segment(0x3ffd, 5), segment(0, 0), segment(0x4002, 1)];
+        assert_eq!(send_from(&socket, &memory, &pieces).unwrap(), 6);
+        let mut data = [0; 8];
+        assert_eq!(receive(&program, &mut data, true).unwrap(), 6);
+        assert_eq!(receive(&program, &mut data, false).unwrap(), 6);
+        assert_eq!(&data[..6], b"abcdef");
+    }
+
+    #[test]
+    fn a_full_socket_takes_a_part_and_a_closed_one_gives_an_error_and_no_signal() {
+        let memory = Memory::from_ranges(&[(GuestAddress(0), 8 << 20)]).unwrap();
+        let (socket, program) = UnixStream::pair().unwrap();
+        let sent = send_from(&socket, &memory, &[segment(0, 8 << 20)]).unwrap();
+        assert!(sent > 0 && sent < 8 << 20);
+        assert!(is_transient(&send_from(&socket, &memory, &[segment(0, 1)]).unwrap_err()));
+        drop(program);
+        let error = send_from(&socket, &memory, &[segment(0, 1)]).unwrap_err();
+        assert_eq!(error.kind(), io::ErrorKind::BrokenPipe);
+    }
+
+    #[test]
+    fn pieces_outside_guest_memory_are_refused() {
+        let (socket, _program) = UnixStream::pair().unwrap();
+        assert!(send_from(&socket, &memory(), &[segment(0x7fff, 2)]).is_err());
+        assert!(receive_into(&socket, &memory(), &[segment(0x8000, 1)]).is_err());
+    }
+}

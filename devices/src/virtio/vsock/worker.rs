@@ -4,7 +4,6 @@
 //! driver it turns programs away at once: they can try again when the guest is up, which is better
 //! than to wait for a guest that may never have the driver. During a pause they wait in the kernel.
 
-use std::fmt;
 use std::io;
 use std::os::fd::{AsFd, AsRawFd, BorrowedFd};
 use std::sync::Arc;
@@ -13,6 +12,7 @@ use std::time::{Duration, Instant};
 use vmm_sys_util::timerfd::TimerFd;
 
 use super::VsockError;
+use super::complaints::Complaints;
 use super::greeting::{Answer, Greeting, Said};
 use super::handle::{CONNECT_TIMEOUT, Phase, Shared};
 use super::host::HostSocket;
@@ -38,9 +38,6 @@ const TICK: Duration = Duration::from_millis(100);
 /// Programs accepted, or turned away, per wake-up.
 const ACCEPT_BUDGET: usize = 16;
 
-/// Lines logged of what guests can bring about.
-const MAX_COMPLAINTS: u32 = 8;
-
 /// What runs on the executor.
 pub struct Worker {
     /// The connections.
@@ -59,7 +56,7 @@ pub struct Worker {
     listening: bool,
     /// The driver broke the rules, and has not reset the device yet.
     broken: bool,
-    complaints: u32,
+    complaints: Complaints,
 }
 
 struct Timer(TimerFd);
@@ -91,7 +88,7 @@ impl Worker {
             ticking: false,
             listening: false,
             broken: false,
-            complaints: 0,
+            complaints: Complaints::default(),
         })
     }
 
@@ -211,7 +208,7 @@ impl Worker {
     }
 
     fn fault(&mut self, fault: &QueueFault, sources: &mut Sources<'_, '_>) {
-        self.complain(&format_args!("stopped: {fault}"));
+        self.complaints.log(format_args!("stopped: {fault}"));
         self.broken = true;
         self.muxer.clear(io::ErrorKind::ConnectionReset);
         self.shared.set_phase(Phase::Undriven);
@@ -220,14 +217,6 @@ impl Worker {
         }
         if let Some(notifier) = &self.notifier {
             notifier.needs_reset();
-        }
-    }
-
-    /// Says what is wrong, the first few times: guests can make much of it happen.
-    fn complain(&mut self, what: &dyn fmt::Display) {
-        self.complaints = self.complaints.saturating_add(1);
-        if self.complaints <= MAX_COMPLAINTS {
-            tracing::warn!("vsock: {what}");
         }
     }
 
@@ -285,7 +274,7 @@ impl Worker {
         match result {
             Ok(()) => self.muxer.watched(slot, interest),
             Err(error) => {
-                self.complain(&format_args!("connection dropped: {error}"));
+                self.complaints.log(format_args!("connection dropped: {error}"));
                 self.muxer.cannot_watch(slot);
             }
         }

@@ -1,6 +1,7 @@
 //! The driver's side of the rings, by hand, so that it can also do what no driver should.
 
 use std::os::fd::AsRawFd;
+use std::sync::atomic::{Ordering, fence};
 use std::time::{Duration, Instant};
 
 use virtio_queue::{Queue, QueueT};
@@ -93,21 +94,32 @@ impl Ring {
     /// Makes the chain that starts at `head` available, whatever is there.
     pub fn offer_head(&mut self, head: u16) {
         self.put(0x4004 + 2 * u64::from(self.avail % self.size()), head);
+        let before = self.avail;
         self.avail = self.avail.wrapping_add(1);
         self.publish(self.avail);
+        fence(Ordering::SeqCst);
+        // Only if the device asked for it at this chain (virtio 1.3, section 2.7.10).
+        let asked: u16 = self.get(0x8004 + 8 * u64::from(self.size()));
+        if asked == before {
+            self.kick();
+        }
     }
 
-    /// Sets the available index and notifies.
+    /// Sets the available index.
     pub fn publish(&self, avail: u16) {
         let address = GuestAddress(self.base() + 0x4002);
-        self.memory.store(avail, address, std::sync::atomic::Ordering::Release).unwrap();
+        self.memory.store(avail, address, Ordering::Release).unwrap();
+    }
+
+    /// Notifies the device.
+    pub fn kick(&self) {
         self.lines.kick.signal();
     }
 
     /// The next chain that the device has given back.
     pub fn used(&mut self) -> Option<(u16, u32)> {
         let address = GuestAddress(self.base() + 0x8002);
-        let used: u16 = self.memory.load(address, std::sync::atomic::Ordering::Acquire).unwrap();
+        let used: u16 = self.memory.load(address, Ordering::Acquire).unwrap();
         if used == self.seen {
             return None;
         }
@@ -116,6 +128,7 @@ impl Ring {
         self.seen = self.seen.wrapping_add(1);
         // Asks for an interrupt at the next one.
         self.put(0x4004 + 2 * u64::from(self.size()), self.seen);
+        fence(Ordering::SeqCst);
         Some((head as u16, len))
     }
 }
@@ -137,7 +150,8 @@ pub struct Driver {
     pub interrupt: Event,
     pub rx_size: u32,
     tx_next: u16,
-    tx_free: u16,
+    /// Packets that can be sent without waiting.
+    pub tx_free: u16,
 }
 
 impl Driver {
@@ -249,6 +263,11 @@ impl Driver {
             self.tx_free += 1;
         }
         self.tx_free > 0
+    }
+
+    /// True if the device has taken all that was sent.
+    pub fn all_sent(&mut self) -> bool {
+        self.can_send() && self.tx_free == SIZE / TX_DESCRIPTORS
     }
 
     /// Sleeps until `done`.

@@ -291,6 +291,7 @@ fn records_that_cannot_be_are_refused() {
 fn a_driver_that_breaks_its_ring_loses_the_device_until_reset() {
     let (mut fixture, _listener, mut program) = connected();
     fixture.guest.driver.tx.publish(0x7000);
+    fixture.guest.driver.tx.kick();
     fixture.guest.driver.wait(|driver| driver.notifier.wants_reset());
     assert!(is_closed(&mut program));
     assert!(!fixture.handle.is_driven());

@@ -141,14 +141,20 @@ impl Guest {
     /// Sends until the program's socket is full and some is left in the device; how much.
     pub fn stuff(&mut self, ports: Ports) -> usize {
         let mut sent = 0;
-        while self.streams[&ports].room() > 0 {
-            let len = self.streams[&ports].room().min(50_000);
-            self.write(ports, &vec![1; len as usize]);
-            sent += len as usize;
-            // Room for all that is not held comes back at once.
-            self.idle(Duration::from_millis(10));
+        loop {
+            let room = self.streams[&ports].room().min(50_000);
+            if room > 0 {
+                self.write(ports, &vec![1; room as usize]);
+                sent += room as usize;
+                continue;
+            }
+            // If room comes back once all is taken, it was not held.
+            self.driver.wait(Driver::all_sent);
+            self.idle(Duration::from_millis(200));
+            if self.streams[&ports].room() == 0 {
+                return sent;
+            }
         }
-        sent
     }
 
     /// Closes in good order, and waits for the host's consent.

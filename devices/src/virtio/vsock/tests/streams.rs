@@ -90,17 +90,17 @@ fn much_data_from_the_guest() {
 fn throughput_for_information() {
     let report = |what, took: Duration, name| {
         let busy = time_of_thread(name);
-        let rate = |time: Duration| (64 * MEGABYTE) as f64 / time.as_secs_f64() / 1e6;
+        let rate = |time: Duration| (16 * MEGABYTE) as f64 / time.as_secs_f64() / 1e6;
         eprintln!("{what}: {:.0} MB/s, {:.0} MB per second of the loop", rate(took), rate(busy));
     };
     let mut fixture = Fixture::named("vsock-rate-1", Driver::new(128, 4096));
-    let took = to_guest(&mut fixture, 64 * MEGABYTE);
+    let took = to_guest(&mut fixture, 16 * MEGABYTE);
     report("to the guest, buffers of 4 KiB", took, "vsock-rate-1");
     let mut fixture = Fixture::named("vsock-rate-2", Driver::new(64, 65536));
-    let took = to_guest(&mut fixture, 64 * MEGABYTE);
+    let took = to_guest(&mut fixture, 16 * MEGABYTE);
     report("to the guest, buffers of 64 KiB", took, "vsock-rate-2");
     let mut fixture = Fixture::named("vsock-rate-3", Driver::new(64, 4096));
-    let took = from_guest(&mut fixture, 64 * MEGABYTE);
+    let took = from_guest(&mut fixture, 16 * MEGABYTE);
     report("from the guest", took, "vsock-rate-3");
 }
 
