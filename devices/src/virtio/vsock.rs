@@ -56,7 +56,7 @@ use crate::snapshot::{RestoreError, SaveError, Schema, Snapshot};
 // --- configuration -----------------------------------------------------------------------------
 
 /// Receive, transmit, event. A Linux driver keeps all of the first filled with pages: a megabyte.
-const QUEUE_SIZES: &[u16] = &[256, 256, 16];
+const QUEUE_SIZES: &[u16] = &[256, 256, 64];
 
 /// VIRTIO_VSOCK_F_STREAM: stream sockets. Those of sequenced packets are not offered.
 const FEATURE_STREAM: u64 = 1 << 0;

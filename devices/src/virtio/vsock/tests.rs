@@ -1,5 +1,6 @@
 //! The device as a whole, with a driver in guest memory, an event loop and real sockets.
 
+mod conforms;
 mod driver;
 mod hostile;
 mod lifecycle;
