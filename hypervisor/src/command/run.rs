@@ -223,7 +223,7 @@ impl Run {
         self.command = None;
         match outcome {
             Outcome::PowerOff | Outcome::Stopped => {
-                complain("the guest powered off before the command had ended");
+                self.fail("the guest powered off before the command had ended");
                 EXIT_POWERED_OFF_EARLY
             }
             other => {
