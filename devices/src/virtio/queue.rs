@@ -5,7 +5,7 @@
 //! driver's fault; the device answers it with [`super::Notifier::needs_reset`].
 
 use std::num::Wrapping;
-use std::sync::atomic::Ordering;
+use std::sync::atomic::{Ordering, fence};
 
 use serde::{Deserialize, Serialize};
 use virtio_queue::{Queue, QueueState, QueueT};
@@ -80,6 +80,8 @@ pub struct ActiveQueue {
     event_idx: bool,
     /// Chains were completed since the driver was last notified.
     unreported: bool,
+    /// Index of the used ring when that was last decided.
+    reported: Wrapping<u16>,
 }
 
 impl ActiveQueue {
@@ -94,7 +96,9 @@ impl ActiveQueue {
         let event_idx = features & feature::RING_EVENT_IDX != 0;
         queue.set_event_idx(event_idx);
         let indirect = features & feature::RING_INDIRECT_DESC != 0;
-        let this = Self { index, queue, memory, lines, indirect, event_idx, unreported: false };
+        let reported = Wrapping(queue.next_used());
+        let unreported = false;
+        let this = Self { index, queue, memory, lines, indirect, event_idx, unreported, reported };
         if this.rings_are_valid() { Ok(this) } else { Err(QueueFault::Setup { queue: index }) }
     }
 
@@ -190,6 +194,38 @@ impl ActiveQueue {
         Ok(())
     }
 
+    /// Gives several chains back, each with its number of bytes written, so that the driver sees
+    /// either all or none of them. For what is spread over several chains: a driver that polls
+    /// would take the first for all there is.
+    pub fn complete_all(&mut self, chains: &[(u16, u32)]) -> Result<(), QueueFault> {
+        let (size, start) = (self.queue.size(), self.queue.next_used());
+        let mut next = start;
+        for &(head, len) in chains {
+            // The size is a power of two and at least 1, so the mask is the remainder.
+            let slot = u64::from(next & size.wrapping_sub(1));
+            let entry = [u32::from(head).to_le(), len.to_le()];
+            self.memory
+                .write_obj(entry, GuestAddress(self.queue.used_ring().wrapping_add(4 + 8 * slot)))
+                .map_err(virtio_queue::Error::GuestMemory)
+                .map_err(self.rings())?;
+            next = next.wrapping_add(1);
+        }
+        if next == start {
+            return Ok(());
+        }
+        self.memory
+            .store(
+                next.to_le(),
+                GuestAddress(self.queue.used_ring().wrapping_add(2)),
+                Ordering::Release,
+            )
+            .map_err(virtio_queue::Error::GuestMemory)
+            .map_err(self.rings())?;
+        self.queue.set_next_used(next);
+        self.unreported = true;
+        Ok(())
+    }
+
     /// Interrupts the driver if it asked to hear of the chains completed since the last call;
     /// never without any.
     pub fn notify(&mut self) -> Result<(), QueueFault> {
@@ -200,19 +236,24 @@ impl ActiveQueue {
     }
 
     fn driver_listens(&mut self) -> Result<bool, QueueFault> {
-        let rings = self.rings();
-        let by_index = self.queue.needs_notification(&self.memory).map_err(&rings)?;
-        if self.event_idx {
-            return Ok(by_index);
+        // The used ring is written before what the driver wants is read, as it does the opposite.
+        fence(Ordering::SeqCst);
+        let wish = |offset| {
+            self.memory
+                .load(GuestAddress(self.queue.avail_ring().wrapping_add(offset)), Ordering::Relaxed)
+                .map(u16::from_le)
+                .map_err(virtio_queue::Error::GuestMemory)
+                .map_err(self.rings())
+        };
+        if !self.event_idx {
+            // Without indices the driver has a flag (virtio 1.3, section 2.7.7).
+            return Ok(wish(0)? & AVAIL_NO_INTERRUPT == 0);
         }
-        // Without indices the driver has a flag (virtio 1.3, section 2.7.7). The call above has
-        // put the used ring before this read.
-        let flags: u16 = self
-            .memory
-            .load(GuestAddress(self.queue.avail_ring()), Ordering::Relaxed)
-            .map_err(virtio_queue::Error::GuestMemory)
-            .map_err(rings)?;
-        Ok(u16::from_le(flags) & AVAIL_NO_INTERRUPT == 0)
+        // The index whose completion it waits for, if that is among the new ones (section 2.7.10).
+        let event = Wrapping(wish(4 + 2 * u64::from(self.queue.size()))?);
+        let used = Wrapping(self.queue.next_used());
+        let new = used - std::mem::replace(&mut self.reported, used);
+        Ok(used - event - Wrapping(1) < new)
     }
 
     /// Asks the driver to notify of new chains; true if some came meanwhile, so pop again.

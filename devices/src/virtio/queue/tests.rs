@@ -117,6 +117,45 @@ fn a_head_that_cannot_be_is_not_given_back() {
 }
 
 #[test]
+fn chains_given_back_together_are_seen_together_over_the_end_of_the_ring() {
+    let mut bench = Bench::new(0);
+    for round in 0..30 {
+        let heads = [bench.add(), bench.add(), bench.add(), bench.add(), bench.add()];
+        let given: Vec<_> = heads.iter().map(|&head| (head, u32::from(head) + round)).collect();
+        for head in heads {
+            assert_eq!(bench.pop().unwrap().head(), head);
+        }
+        let before = bench.driver.used_index(0);
+        bench.queue(|queue| queue.complete_all(&given).unwrap());
+        assert_eq!(bench.driver.used_index(0), before + 5);
+        assert_eq!(bench.notify(), 1);
+        for (head, len) in given {
+            let used = bench.driver.used(0).unwrap();
+            assert_eq!((used.head, used.len), (head, len));
+        }
+    }
+    bench.queue(|queue| queue.complete_all(&[]).unwrap());
+    assert_eq!(bench.notify(), 0);
+    assert_eq!(bench.driver.used_index(0), 150);
+}
+
+#[test]
+fn an_interrupt_wanted_within_chains_given_back_together_comes() {
+    let mut bench = Bench::new(0);
+    bench.set_used_event(2);
+    let heads = [bench.add(), bench.add(), bench.add(), bench.add()];
+    for _ in heads {
+        bench.pop().unwrap();
+    }
+    bench.queue(|queue| queue.complete_all(&heads.map(|head| (head, 0))).unwrap());
+    assert_eq!(bench.notify(), 1);
+    bench.set_used_event(2);
+    bench.add();
+    bench.complete();
+    assert_eq!(bench.notify(), 0);
+}
+
+#[test]
 fn without_a_completed_chain_there_is_no_interrupt() {
     for unwanted in [0, feature::RING_EVENT_IDX] {
         let mut bench = Bench::new(unwanted);
