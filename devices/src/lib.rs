@@ -14,6 +14,7 @@ pub mod irq;
 pub mod legacy;
 pub mod memory;
 pub mod pci;
+pub mod rate_limiter;
 pub mod snapshot;
 #[cfg(any(test, feature = "testing"))]
 pub mod testing;
