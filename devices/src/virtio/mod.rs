@@ -22,6 +22,7 @@ pub mod chain;
 pub mod console;
 pub mod lifecycle;
 pub mod mmio;
+pub mod net;
 pub mod pci;
 pub mod pmem;
 pub mod queue;

@@ -1,0 +1,5 @@
+//! The card with a fake driver on one side and, on the other, a socket in the place of a TAP, or
+//! the kernel itself behind a real one.
+
+mod bench;
+mod conformance;
