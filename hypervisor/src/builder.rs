@@ -17,6 +17,7 @@ use devices::pci::root::SlotError;
 use devices::virtio::StartError;
 use devices::virtio::balloon::BalloonHandle;
 use devices::virtio::block::{BlockConfig, DiskError, RawFile};
+use devices::virtio::net::{NetConfig, NetError, Tap, TapError};
 use devices::virtio::pmem::{PmemBacking, PmemError};
 use devices::virtio::vsock::{VsockError, VsockHandle};
 use kvm_bindings::{CpuId, Msrs};
@@ -51,6 +52,10 @@ pub enum BuildError {
     #[error(transparent)]
     Pmem(#[from] PmemError),
     #[error(transparent)]
+    Tap(#[from] TapError),
+    #[error(transparent)]
+    Net(#[from] NetError),
+    #[error(transparent)]
     Kvm(#[from] KvmError),
     #[error(transparent)]
     Memory(#[from] MemoryError),
@@ -82,6 +87,7 @@ struct Files {
     initrd: Option<InitrdFile>,
     disks: Vec<(DeviceId, RawFile, BlockConfig)>,
     pmem: Vec<(DeviceId, PmemBacking)>,
+    net: Vec<(NetConfig, Vec<Tap>)>,
 }
 
 impl Files {
@@ -99,7 +105,12 @@ impl Files {
             let backing = PmemBacking::open(&config.path, config.read_only)?;
             pmem.push((DeviceId::new(config.id), backing));
         }
-        Ok(Self { kernel, initrd, disks, pmem })
+        let mut net = Vec::new();
+        for option in config.all_net() {
+            let card = option.config(DeviceId::new(option.id.clone()));
+            net.push((card, option.open()?));
+        }
+        Ok(Self { kernel, initrd, disks, pmem, net })
     }
 }
 
@@ -196,6 +207,7 @@ impl<'a> Parts<'a> {
         let power_button = wiring.line(layout::EVENT_GSI)?;
         let vsock = wiring.virtio_devices(config, files.disks)?;
         wiring.console(config, &console)?;
+        wiring.net(files.net)?;
         let balloon = wiring.balloon(config)?;
         let pmem = wiring.pmem(config, files.pmem)?;
 

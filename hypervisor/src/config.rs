@@ -6,6 +6,7 @@ use std::fmt;
 use std::path::{Path, PathBuf};
 use std::str::FromStr;
 
+use devices::virtio::net::{NetOption, NetOptionError};
 use serde::{Deserialize, Serialize};
 
 use self::storage::checked_id;
@@ -58,6 +59,9 @@ pub enum ConfigError {
     /// A pmem device without a file.
     #[error("pmem {0:?} has no path; use path=FILE[,id=NAME][,ro]")]
     PmemPath(String),
+    /// A network card that makes no sense.
+    #[error(transparent)]
+    Net(#[from] NetOptionError),
     /// Two devices of one name.
     #[error("two devices are called {0:?}; give each its own id=")]
     DuplicateId(String),
@@ -217,6 +221,9 @@ pub struct VmConfig {
     /// Files that the guest sees as persistent memory, `/dev/pmem0` and on.
     #[serde(default)]
     pub pmem: Vec<PmemConfig>,
+    /// Network cards, `eth0` and on.
+    #[serde(default)]
+    pub net: Vec<NetOption>,
     /// A balloon: memory that the guest does not need goes back to the host.
     #[serde(default)]
     pub balloon: bool,
@@ -295,11 +302,23 @@ impl VmConfig {
         all
     }
 
+    /// All network cards, named.
+    pub fn all_net(&self) -> Vec<NetOption> {
+        let mut all = self.net.clone();
+        for (index, net) in all.iter_mut().enumerate() {
+            if net.id.is_empty() {
+                net.id = format!("net{index}");
+            }
+        }
+        all
+    }
+
     fn device_ids(&self) -> Vec<String> {
         let disks = self.all_disks().into_iter().map(|disk| disk.id);
         let pmem = self.all_pmem().into_iter().map(|pmem| pmem.id);
+        let net = self.all_net().into_iter().map(|net| net.id);
         let ours = ["vsock", "rng", "balloon", "console"].map(str::to_owned);
-        disks.chain(pmem).chain(ours).collect()
+        disks.chain(pmem).chain(net).chain(ours).collect()
     }
 
     /// Checks all that can be told without touching the host.
@@ -321,10 +340,14 @@ impl VmConfig {
                 return Err(ConfigError::DuplicateId(id.clone()));
             }
         }
+        for net in &self.net {
+            net.validate()?;
+        }
         // Entropy and vsock are always there.
         let optional = [self.balloon, self.console == Console::Virtio];
         let count = self.all_disks().len()
             + self.pmem.len()
+            + self.net.len()
             + optional.iter().filter(|&&wanted| wanted).count()
             + 2;
         let max = match self.transport {
@@ -365,6 +388,7 @@ mod tests {
             rootfs: None,
             disks: Vec::new(),
             pmem: Vec::new(),
+            net: Vec::new(),
             balloon: true,
             vsock: None,
             console: Console::Off,

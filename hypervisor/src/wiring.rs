@@ -20,6 +20,7 @@ use devices::virtio::balloon::{Balloon, BalloonConfig, BalloonHandle};
 use devices::virtio::block::{Block, BlockConfig, RawFile};
 use devices::virtio::console::{Console, ConsoleConfig};
 use devices::virtio::mmio::{MmioTransport, REGION_SIZE};
+use devices::virtio::net::{Net, NetConfig, Tap};
 use devices::virtio::pmem::{Pmem, PmemBacking, PmemConfig};
 use devices::virtio::rng::{Rng, host_entropy};
 use devices::virtio::vsock::{Vsock, VsockConfig, VsockHandle};
@@ -156,6 +157,16 @@ impl<'a> Wiring<'a> {
         let rng = Rng::new(self.executor.clone(), host_entropy);
         self.virtio(DeviceId::new("rng"), Box::new(rng))?;
         Ok(handle)
+    }
+
+    /// The network cards.
+    pub fn net(&mut self, cards: Vec<(NetConfig, Vec<Tap>)>) -> Result<(), BuildError> {
+        for (config, taps) in cards {
+            let id = config.id.clone();
+            let card = Net::new(self.executor.clone(), taps, config)?;
+            self.virtio(id, Box::new(card))?;
+        }
+        Ok(())
     }
 
     /// The balloon, if the VM has one.

@@ -4,6 +4,7 @@ use std::path::PathBuf;
 use std::time::Duration;
 
 use clap::{Args, ValueEnum};
+use devices::virtio::net::NetOption;
 
 use crate::config::{
     BootProtocol, ConfigError, Console, DiskConfig, MemorySize, PmemConfig, TransportKind,
@@ -42,6 +43,10 @@ pub struct VmOptions {
     /// shares the host's page cache; otherwise writes stay in the guest's own copy
     #[arg(long, value_name = "path=FILE[,id=NAME][,ro]")]
     pub pmem: Vec<String>,
+
+    /// Attach a network card to a TAP: tap=NAME or fd=N, then [,mac=M][,mtu=N][,queues=N][,id=NAME]
+    #[arg(long, value_name = "tap=NAME[,mac=…]")]
+    pub net: Vec<String>,
 
     /// Do without the balloon, through which memory that the guest has freed goes back to the host
     #[arg(long)]
@@ -114,6 +119,8 @@ impl VmOptions {
         let disks = disks.collect::<Result<_, _>>()?;
         let pmem = self.pmem.iter().map(|text| text.parse::<PmemConfig>());
         let pmem = pmem.collect::<Result<_, _>>()?;
+        let net = self.net.iter().map(|text| text.parse::<NetOption>());
+        let net = net.collect::<Result<_, _>>()?;
         let found = |given: &Option<PathBuf>, name: &str| match given {
             Some(path) => Ok(path.clone()),
             None => {
@@ -135,6 +142,7 @@ impl VmOptions {
             rootfs: self.rootfs.clone(),
             disks,
             pmem,
+            net,
             balloon: !self.no_balloon,
             vsock: None,
             console: match self.console {
