@@ -288,7 +288,7 @@ fn more_disks_than_fit() {
     let place = Place::new();
     let disk = format!("path={},ro", place.given("disk", [0; 512]));
     let disks: Vec<&str> = (0..20).flat_map(|_| ["--disk", &disk]).collect();
-    run(&place, &disks).end().assert_refused(&["22 virtio devices", "a VM takes 18"]);
+    run(&place, &disks).end().assert_refused(&["virtio devices do not fit", "a VM takes 18"]);
 }
 
 #[test]
@@ -312,6 +312,37 @@ fn a_disk_without_a_path() {
 #[test]
 fn a_disk_whose_name_the_guest_could_not_show() {
     assert_disk_refused(&Place::new(), "path=disk,id=a/b", &["\"a/b\"", "letters, digits"]);
+}
+
+#[test]
+fn persistent_memory_that_does_not_exist() {
+    let place = Place::new();
+    let ended = run(&place, &["--pmem", "path=/no/file"]).end();
+    ended.assert_refused(&["/no/file", "does not exist", "correct the path"]);
+}
+
+#[test]
+fn persistent_memory_that_is_a_folder() {
+    let place = Place::new();
+    let folder = place.given_folder("pmem");
+    let ended = run(&place, &["--pmem", &format!("path={folder}")]).end();
+    ended.assert_refused(&[&folder, "neither a regular file", "give one"]);
+}
+
+#[test]
+fn persistent_memory_that_is_empty() {
+    let place = Place::new();
+    let empty = place.given("pmem", "");
+    let ended = run(&place, &["--pmem", &format!("path={empty}")]).end();
+    ended.assert_refused(&[&empty, "is empty", "enlarge it"]);
+}
+
+#[test]
+fn persistent_memory_that_is_a_pipe_nobody_writes_to() {
+    let place = Place::new();
+    let pipe = pipe(&place);
+    let ended = run(&place, &["--pmem", &format!("path={pipe},ro")]).end();
+    ended.assert_refused(&[&pipe, "neither a regular file", "give one"]);
 }
 
 #[test]

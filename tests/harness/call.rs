@@ -20,7 +20,7 @@ use crate::artifacts::Artifact;
 use crate::place::{MARK, NOBODY, Place};
 
 /// A call that has not ended by then hangs. Long, since the lab is slow and a machine can be busy.
-const HANGS_AFTER: Duration = Duration::from_secs(180);
+const HANGS_AFTER: Duration = Duration::from_secs(400);
 
 /// The most that a refusal of bad input may take. A second is what a person shall wait at most;
 /// the rest is for machines that are busy with something else.

@@ -2,8 +2,12 @@
 
 use std::fs;
 use std::path::{Path, PathBuf};
+use std::time::{Duration, Instant};
 
 use crate::place::MARK;
+
+/// How long descriptors of connections that are gone may take to be closed.
+const SETTLES: Duration = Duration::from_secs(20);
 
 /// The processes that were started from the place with this root, in words. Whoever they were
 /// orphaned to: the environment tells.
@@ -76,6 +80,37 @@ pub fn descriptors(process: &Path) -> Vec<PathBuf> {
     };
     // The one that reads the folder has no target any more.
     entries.filter_map(|entry| fs::read_link(entry.ok()?.path()).ok()).collect()
+}
+
+/// Waits until a process holds no more descriptors than `most`.
+///
+/// # Panics
+/// If it keeps more.
+#[track_caller]
+pub fn assert_descriptors(process: &Path, most: usize) {
+    let deadline = Instant::now() + SETTLES;
+    loop {
+        let held = descriptors(process);
+        if held.len() <= most {
+            return;
+        }
+        assert!(Instant::now() < deadline, "{} descriptors, not {most}: {held:#?}", held.len());
+        std::thread::sleep(Duration::from_millis(20));
+    }
+}
+
+/// How many descriptors a process holds once that has not changed for a while.
+pub fn settled_descriptors(process: &Path) -> usize {
+    let deadline = Instant::now() + SETTLES;
+    let (mut count, mut since) = (descriptors(process).len(), Instant::now());
+    while since.elapsed() < Duration::from_secs(1) && Instant::now() < deadline {
+        std::thread::sleep(Duration::from_millis(20));
+        let now = descriptors(process).len();
+        if now != count {
+            (count, since) = (now, Instant::now());
+        }
+    }
+    count
 }
 
 /// Bytes of memory that a process has for itself (its proportional set size), without guest RAM:

@@ -4,7 +4,7 @@ use std::fs;
 use std::path::Path;
 use std::process::Command;
 
-use crate::artifacts::text;
+use crate::artifacts::{repository, text};
 use crate::place::Place;
 
 /// Where the code of [`kernel`] is loaded and entered.
@@ -79,6 +79,18 @@ pub fn host(program: &str, arguments: &[&str]) {
     let output = output.unwrap_or_else(|error| panic!("{program}: {error}; run tests/packages"));
     let said = String::from_utf8_lossy(&output.stderr);
     assert!(output.status.success(), "{program} {arguments:?}: {said}");
+}
+
+/// A static program of `tests/harness/<name>.c`, which runs in a guest too.
+///
+/// # Panics
+/// If it cannot be compiled.
+#[track_caller]
+pub fn static_program(place: &Place, name: &str) -> Vec<u8> {
+    let source = text(&repository().join(format!("tests/harness/{name}.c")));
+    let program = text(&place.given_path(name));
+    host("cc", &["-static", "-O1", "-s", "-Wall", "-Werror", "-o", &program, &source]);
+    fs::read(program).unwrap()
 }
 
 /// A small Linux tree: busybox, some of its applets, and `/etc/image` with `mark` in it.

@@ -4,6 +4,7 @@
 use std::env;
 use std::os::unix::process::CommandExt;
 use std::process::{Command, ExitCode};
+use std::time::Instant;
 
 use libtest_mimic::{Arguments, Trial};
 
@@ -20,12 +21,17 @@ macro_rules! trials {
     };
 }
 
-/// A test of a module, called as cargo's own would be.
+/// A test of a module, called as cargo's own would be. With `CUBE_TEST_TIMES` set it tells how long
+/// it took.
 pub fn trial(module: &str, name: &str, test: fn()) -> Trial {
     let within = module.split_once("::").map_or("", |(_, within)| within);
     let path = if within.is_empty() { name.to_owned() } else { format!("{within}::{name}") };
-    Trial::test(path, move || {
+    Trial::test(path.clone(), move || {
+        let started = Instant::now();
         test();
+        if env::var_os("CUBE_TEST_TIMES").is_some() {
+            eprintln!("{:8.2} s  {path}", started.elapsed().as_secs_f64());
+        }
         Ok(())
     })
 }

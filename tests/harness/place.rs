@@ -18,6 +18,9 @@ pub const MARK: &str = "CUBE_TEST_PLACE";
 /// A user with no rights at all: nobody.
 pub const NOBODY: u32 = 65534;
 
+/// Seconds until a guest that does not get ready counts as failed.
+pub const BOOT_TIMEOUT: &str = "300";
+
 /// How long what was killed may take to go.
 const SETTLES: Duration = Duration::from_secs(10);
 
@@ -98,6 +101,17 @@ impl Place {
     /// A call of `cube-vmm` from here.
     pub fn call<A: AsRef<OsStr>>(&self, arguments: impl IntoIterator<Item = A>) -> Call<'_> {
         Call::new(self).arguments(arguments)
+    }
+
+    /// A call of `cube-vmm run` with these options, for a command in the guest. The guest may take
+    /// long to boot, since the machine may be an emulated one that is busy otherwise.
+    pub fn run<W: AsRef<OsStr>>(
+        &self,
+        options: &[&str],
+        command: impl IntoIterator<Item = W>,
+    ) -> Call<'_> {
+        let call = self.call(["run", "--boot-timeout", BOOT_TIMEOUT]).arguments(options);
+        call.arguments(["--"]).arguments(command)
     }
 
     /// What is left: processes and files, in words.

@@ -6,6 +6,7 @@ use std::os::fd::{AsRawFd, OwnedFd};
 use std::os::unix::process::CommandExt;
 
 use nix::pty::{Winsize, openpty};
+use nix::sys::termios::{LocalFlags, tcgetattr};
 
 use crate::call::{Call, Captured, Ended, Running};
 
@@ -61,12 +62,21 @@ impl Terminal {
 
     /// Whether the terminal echoes what is typed: true unless somebody put it in raw mode.
     pub fn echoes(&self) -> bool {
-        let settings = nix::sys::termios::tcgetattr(&self.master).unwrap();
-        settings.local_flags.contains(nix::sys::termios::LocalFlags::ECHO)
+        echoes(&self.master)
     }
 
     /// Waits for the end of the call.
     pub fn end(self) -> Ended {
         self.running.end()
     }
+
+    /// Waits for the end of the call, and tells whether the terminal echoes then.
+    pub fn end_with_echo(self) -> (Ended, bool) {
+        let ended = self.running.end();
+        (ended, echoes(&self.master))
+    }
+}
+
+fn echoes(terminal: &File) -> bool {
+    tcgetattr(terminal).unwrap().local_flags.contains(LocalFlags::ECHO)
 }

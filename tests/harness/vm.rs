@@ -8,13 +8,14 @@ use std::time::{Duration, Instant};
 use guest_protocol::{Client, HybridSocket, Spawn};
 use hypervisor::api::{Info, Reply, Request, StopHow};
 use hypervisor::api_socket;
+use nix::sys::signal::Signal;
 
 use crate::call::{Call, Ended, Running};
-use crate::guest::{GuestProcess, Output};
-use crate::place::Place;
+use crate::guest::{GuestProcess, Output, sh};
+use crate::place::{BOOT_TIMEOUT, Place};
 
 /// A guest that is not ready by then never will be. The lab is slow.
-const BOOTS_WITHIN: Duration = Duration::from_secs(120);
+const BOOTS_WITHIN: Duration = Duration::from_secs(320);
 /// How long the end of a VM that is killed may take.
 const ENDS_WITHIN: Duration = Duration::from_secs(30);
 
@@ -42,7 +43,7 @@ impl Builder {
         self.option("--memory", size)
     }
 
-    /// A disk, in the words of `--disk`.
+    /// A disk, in the words of `--disk`. Relative paths start at the place's working folder.
     #[must_use]
     pub fn disk(self, disk: impl Into<String>) -> Self {
         self.option("--disk", disk)
@@ -68,7 +69,11 @@ impl Builder {
         let Self { place, arguments } = self;
         let (api, vsock) = (PathBuf::from(place.path("api")), PathBuf::from(place.path("vsock")));
         let call: Call<'_> = place.call(["start", "--api-socket", "api", "--vsock"]);
-        let running = call.arguments([vsock.as_os_str()]).arguments(&arguments).start();
+        let running = call
+            .arguments([vsock.as_os_str()])
+            .arguments(["--boot-timeout", BOOT_TIMEOUT])
+            .arguments(&arguments)
+            .start();
         let mut vm = TestVm { running: Some(running), api, vsock, place };
         vm.wait_until_ready();
         vm
@@ -88,7 +93,12 @@ pub struct TestVm {
 impl TestVm {
     /// What it shall be.
     pub fn builder() -> Builder {
-        Builder { place: Place::new(), arguments: Vec::new() }
+        Self::builder_in(Place::new())
+    }
+
+    /// What it shall be, in a place that exists already.
+    pub fn builder_in(place: Place) -> Builder {
+        Builder { place, arguments: Vec::new() }
     }
 
     /// A guest like any other.
@@ -204,6 +214,18 @@ impl TestVm {
         Client::connect(HybridSocket::new(&self.vsock)).unwrap()
     }
 
+    /// Puts a program into the guest, and gives its path there.
+    ///
+    /// # Panics
+    /// If it cannot be.
+    #[track_caller]
+    pub fn install(&self, name: &str, program: &[u8]) -> String {
+        let path = format!("/tmp/{name}");
+        let line = format!("cat >{path} && chmod 755 {path}");
+        assert!(self.exec_with(sh(&line), program).status.success());
+        path
+    }
+
     /// Starts a command in the guest.
     ///
     /// # Panics
@@ -233,15 +255,36 @@ impl TestVm {
         process.end()
     }
 
+    /// Kills the VMM, which cannot clean up then, and gives the place in which that shows.
+    ///
+    /// # Panics
+    /// If it does not die.
+    #[track_caller]
+    pub fn murder(mut self) -> Place {
+        let running = self.running.take().expect("it runs until now");
+        running.signal(Signal::SIGKILL);
+        assert_eq!(running.end_within(ENDS_WITHIN).code, 137);
+        std::mem::take(&mut self.place)
+    }
+
     /// Waits for the VM's end, which somebody else has brought about. Nothing may be left of it.
     ///
     /// # Panics
     /// If it does not end, or leaves something.
     #[track_caller]
-    pub fn end(mut self) -> Ended {
+    pub fn end(self) -> Ended {
+        self.end_keeping_place().0
+    }
+
+    /// The same, and gives the place with the files that the VM was given.
+    ///
+    /// # Panics
+    /// If it does not end, or leaves something.
+    #[track_caller]
+    pub fn end_keeping_place(mut self) -> (Ended, Place) {
         let ended = self.running.take().expect("it runs until now").end_within(ENDS_WITHIN);
         self.place.assert_clean();
-        ended
+        (ended, std::mem::take(&mut self.place))
     }
 }
 

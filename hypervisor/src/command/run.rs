@@ -19,7 +19,7 @@ use crate::trace::{Ladder, step};
 /// Console lines that are shown when a guest fails.
 const CONSOLE_LINES: usize = 20;
 /// How long a command may take to end after the signal that was passed on to it.
-const SIGNAL_GRACE: Duration = Duration::from_secs(2);
+const SIGNAL_GRACE: Duration = Duration::from_secs(10);
 /// How long a guest whose connections have broken may take to end.
 const GOING_DOWN: Duration = Duration::from_secs(5);
 /// How long a guest with writable disks may take to write them back.

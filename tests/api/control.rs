@@ -1,0 +1,144 @@
+//! Pause and resume, and requests that are not legal.
+
+use std::time::{Duration, Instant};
+
+use guest_protocol::Spawn;
+use harness::{Step, TestVm, image, lifecycle, sh};
+use hypervisor::api::{ErrorKind, Reply, Request, StopHow};
+use hypervisor::state::VmState;
+use libtest_mimic::Trial;
+
+pub fn trials() -> Vec<Trial> {
+    harness::trials![
+        a_paused_guest_stands_still,
+        the_command_line_pauses_and_resumes,
+        illegal_requests_are_refused_with_their_kind,
+        a_guest_answers_after_every_pause,
+        output_survives_many_pauses,
+        disk_contents_survive_many_pauses,
+        a_command_asked_for_during_a_pause_comes_after_it,
+        a_paused_vm_can_be_stopped,
+        pauses_leave_no_descriptors,
+    ]
+}
+
+fn a_paused_guest_stands_still() {
+    let vm = TestVm::builder().cpus(2).boot();
+    let counter = "i=0; while :; do i=$((i+1)); echo $i; done";
+    let counting = vm.start(Spawn::new(sh(counter)));
+    counting.stdout.wait_for("\n100\n");
+    vm.ask(&Request::Pause {});
+    assert_eq!(vm.info().state, VmState::Paused);
+    // What was on its way arrives.
+    std::thread::sleep(Duration::from_millis(300));
+    let at_pause = counting.stdout.so_far().len();
+    std::thread::sleep(Duration::from_secs(1));
+    assert_eq!(counting.stdout.so_far().len(), at_pause);
+    vm.ask(&Request::Resume {});
+    assert_eq!(vm.info().state, VmState::Running);
+    let deadline = Instant::now() + Duration::from_secs(30);
+    while counting.stdout.so_far().len() == at_pause && Instant::now() < deadline {
+        std::thread::sleep(Duration::from_millis(10));
+    }
+    assert!(counting.stdout.so_far().len() > at_pause, "the guest does not go on");
+}
+
+fn the_command_line_pauses_and_resumes() {
+    let vm = TestVm::boot();
+    vm.cli("pause", &[]).end().output(0);
+    assert_eq!(vm.info().state, VmState::Paused);
+    vm.cli("pause", &[]).end().assert_refused(&["pause is not legal while the VM is paused"]);
+    vm.cli("resume", &[]).end().output(0);
+    assert_eq!(vm.exec(["echo", "on"]).text(), "on");
+    vm.cli("resume", &[]).end().assert_refused(&["resume is not legal while the VM is running"]);
+}
+
+fn illegal_requests_are_refused_with_their_kind() {
+    let vm = TestVm::boot();
+    let kind = |request| match vm.request(&request) {
+        Reply::Error { kind, .. } => kind,
+        reply => panic!("{request:?} was answered with {reply:?}"),
+    };
+    assert_eq!(kind(Request::Resume {}), ErrorKind::Illegal);
+    vm.ask(&Request::Pause {});
+    assert_eq!(kind(Request::Pause {}), ErrorKind::Illegal);
+    assert_eq!(vm.info().state, VmState::Paused);
+    vm.ask(&Request::Resume {});
+    assert_eq!(vm.info().state, VmState::Running);
+}
+
+fn a_guest_answers_after_every_pause() {
+    let vm = TestVm::builder().cpus(2).boot();
+    lifecycle(&vm, &[Step::PauseResume; 5], |vm| {
+        assert_eq!(vm.exec(["echo", "here"]).text(), "here");
+        assert_eq!(vm.exec(["nproc"]).text(), "2");
+    });
+}
+
+/// Pauses and resumes while `work` has not ended; how often.
+fn pause_while(vm: &TestVm, mut works: impl FnMut() -> bool) -> u32 {
+    let mut times = 0;
+    while works() {
+        vm.ask(&Request::Pause {});
+        std::thread::sleep(Duration::from_millis(5));
+        vm.ask(&Request::Resume {});
+        std::thread::sleep(Duration::from_millis(15));
+        times += 1;
+    }
+    times
+}
+
+fn output_survives_many_pauses() {
+    let vm = TestVm::builder().cpus(2).boot();
+    let mut counting = vm.start(Spawn::new(sh("read go; seq 1 300000; echo end")));
+    counting.feed(b"go\n");
+    let times = pause_while(&vm, || !counting.stdout.so_far().ends_with(b"\nend\n"));
+    let output = counting.end();
+    let expected: String = (1..=300_000).map(|i| format!("{i}\n")).collect::<String>() + "end\n";
+    assert!(output.stdout == expected.as_bytes(), "{} bytes came", output.stdout.len());
+    assert!(times >= 20, "the VM was paused {times} times only");
+}
+
+fn disk_contents_survive_many_pauses() {
+    let builder = TestVm::builder().cpus(2);
+    let content = image::noise(32 << 20, 41);
+    let disk = builder.place().given("disk", &content);
+    let copy = builder.place().given("copy", vec![0; content.len()]);
+    let vm = builder.disk(format!("path={disk},ro")).disk(format!("path={copy}")).boot();
+    let line = "dd if=/dev/vda of=/dev/vdb bs=64k conv=fsync 2>/dev/null; echo end";
+    let copying = vm.start(Spawn::new(sh(line)));
+    let times = pause_while(&vm, || !copying.stdout.so_far().ends_with(b"end\n"));
+    assert!(copying.end().status.success());
+    assert!(std::fs::read(copy).unwrap() == content, "the copy differs");
+    assert!(times >= 5, "the VM was paused {times} times only");
+}
+
+fn a_command_asked_for_during_a_pause_comes_after_it() {
+    let vm = TestVm::boot();
+    vm.ask(&Request::Pause {});
+    let running = vm.cli("exec", &["--", "echo", "late"]).start();
+    std::thread::sleep(Duration::from_millis(500));
+    vm.ask(&Request::Resume {});
+    assert_eq!(running.end().output(0), "late\n");
+}
+
+fn a_paused_vm_can_be_stopped() {
+    let vm = TestVm::boot();
+    vm.ask(&Request::Pause {});
+    vm.ask(&Request::Stop { how: StopHow::PowerOff, timeout_ms: 60_000 });
+    vm.end().output(0);
+}
+
+fn pauses_leave_no_descriptors() {
+    let vm = TestVm::boot();
+    let process = std::path::PathBuf::from(vm.pid().to_string());
+    let pause = |_| {
+        vm.ask(&Request::Pause {});
+        vm.ask(&Request::Resume {});
+    };
+    (0..3).for_each(pause);
+    let before = harness::census::descriptors(&process).len();
+    (0..30).for_each(pause);
+    assert_eq!(vm.exec(["echo", "here"]).text(), "here");
+    harness::census::assert_descriptors(&process, before);
+}
