@@ -386,6 +386,10 @@ configure() {
     say "configuration is as asked: $(grep -c '=y$' "$work/build/.config") options on"
 }
 
+compiled_objects() {
+    grep -cE '^  (CC|AS) ' "$log" 2>/dev/null || true
+}
+
 compile() {
     local begun=$SECONDS seconds next=$PROGRESS_SECONDS status=0
     say "compiling with $JOBS processes"
@@ -396,7 +400,7 @@ compile() {
         seconds=$((SECONDS - begun))
         if ((seconds >= next)); then
             printf '  compiling: %d objects, %02d:%02d\n' \
-                "$(grep -cE '^  (CC|AS) ' "$log")" $((seconds / 60)) $((seconds % 60)) >&2
+                "$(compiled_objects)" $((seconds / 60)) $((seconds % 60)) >&2
             next=$((seconds + PROGRESS_SECONDS))
         fi
     done
@@ -404,7 +408,7 @@ compile() {
     make_pid=
     ((status == 0)) || die_with_log "the compilation failed (exit code $status)"
     seconds=$((SECONDS - begun))
-    say "$(printf 'compiled %d objects in %02d:%02d' "$(grep -cE '^  (CC|AS) ' "$log")" \
+    say "$(printf 'compiled %d objects in %02d:%02d' "$(compiled_objects)" \
         $((seconds / 60)) $((seconds % 60)))"
 }
 
@@ -446,6 +450,15 @@ build_into() { # DIRECTORY
     finish
     mv "$log" "$work/done/build.log"
     mv -T "$work/done" "$directory"
+}
+
+# Descriptor 9 is the lock file.
+wait_for_lock() {
+    flock -n 9 && return
+    say 'the same kernel is being built already; waiting for it'
+    until flock -w "$PROGRESS_SECONDS" 9; do
+        say "still waiting: $(compiled_objects) objects compiled there so far"
+    done
 }
 
 link_result() { # VMLINUX
@@ -493,6 +506,9 @@ main() {
         check_tools
     fi
     cache=$(cache_root)/kernel
+    if [[ $cache$source_tree =~ [[:space:]:] ]]; then
+        die "the kernel's makefiles cannot work in a path with spaces or colons: $cache $source_tree"
+    fi
     mkdir -p "$cache" || die "cannot write to the cache directory $cache (CUBE_CACHE moves it)"
     key=$(cache_key)
     if [[ $check_only == yes ]]; then
@@ -507,10 +523,7 @@ main() {
         trap 'exit 130' INT
         trap 'exit 143' TERM
         exec 9>"$directory.lock"
-        if ! flock -n 9; then
-            say 'the same kernel is being built already; waiting for it'
-            flock 9
-        fi
+        wait_for_lock
         # It may have been finished meanwhile.
         if [[ ! -f $directory/vmlinux ]]; then
             build_into "$directory"
