@@ -345,15 +345,17 @@ fn word(mac: MacAddress) -> u64 {
 }
 
 /// What the host is asked for, for a guest with `features`. Without checksums there is nothing
-/// else (virtio 1.3, section 5.1.3.1).
+/// else, and congestion notification is nothing without segmentation (virtio 1.3, section
+/// 5.1.3.1): Linux refuses what does not go together.
 fn of_features(features: u64) -> Offloads {
     if features & feature::GUEST_CSUM == 0 {
         return Offloads::none();
     }
+    let tcp = features & (feature::GUEST_TSO4 | feature::GUEST_TSO6) != 0;
     let pairs = [
         (feature::GUEST_TSO4, Offloads::TSO4),
         (feature::GUEST_TSO6, Offloads::TSO6),
-        (feature::GUEST_ECN, Offloads::ECN),
+        (if tcp { feature::GUEST_ECN } else { 0 }, Offloads::ECN),
         (feature::GUEST_UFO, Offloads::UFO),
     ];
     pairs
@@ -443,11 +445,14 @@ mod tests {
     use super::*;
 
     #[test]
-    fn the_host_is_asked_for_nothing_without_checksums() {
+    fn the_host_is_asked_for_what_goes_together() {
         let all = feature::GUEST_TSO4 | feature::GUEST_TSO6 | feature::GUEST_ECN;
         assert_eq!(of_features(all), Offloads::none());
         assert!(of_features(all | feature::GUEST_CSUM).has(Offloads::CSUM.and(Offloads::TSO6)));
+        assert!(of_features(all | feature::GUEST_CSUM).has(Offloads::ECN));
         assert!(!of_features(all | feature::GUEST_CSUM).has(Offloads::UFO));
+        let no_tcp = feature::GUEST_CSUM | feature::GUEST_ECN;
+        assert_eq!(of_features(no_tcp), Offloads::CSUM);
     }
 
     #[test]

@@ -58,6 +58,8 @@ pub struct Pair {
     tx: Transmit,
     rx_wait: Wait,
     tx_wait: Wait,
+    /// There was a frame and no buffer, and no frame was received since.
+    stalled: bool,
     interface: Interface,
     /// What the TAP is watched for, if it is.
     watched: Option<Interest>,
@@ -86,6 +88,7 @@ impl Pair {
             tx: Transmit::new(tx, activation.features),
             rx_wait: Wait::No,
             tx_wait: Wait::No,
+            stalled: false,
             interface: if gone { Interface::Gone } else { Interface::Up },
             watched: None,
             timer,
@@ -122,16 +125,17 @@ impl Pair {
                 break;
             }
             match self.rx.receive(tap, &shared)? {
-                Received::One => {}
+                Received::One => self.stalled = false,
                 Received::Empty => break,
+                // A guest without buffers is only waited for when there is something for it.
+                Received::NoBuffers if !tap.has_frame() => break,
                 Received::NoBuffers => {
-                    count(&shared.counters.rx_stalled);
+                    if !std::mem::replace(&mut self.stalled, true) {
+                        count(&shared.counters.rx_stalled);
+                    }
                     self.rx_wait = Wait::Guest;
                 }
-                Received::Held(until) => {
-                    count(&shared.counters.rx_stalled);
-                    self.rx_wait = Wait::Until(until);
-                }
+                Received::Held(until) => self.rx_wait = Wait::Until(until),
                 Received::Gone => self.set_interface(Interface::Gone),
             }
         }

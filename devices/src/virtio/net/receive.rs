@@ -24,9 +24,9 @@ const SMALL: usize = 2048;
 /// Bytes of the spill: a frame that fills it may have been cut.
 const SPILL: usize = LARGE + 1;
 
-/// How long a frame is held. A guest that is short of memory makes buffers again after some time;
-/// one that has no more to give must not be left without a network.
-const PATIENCE: Duration = Duration::from_millis(100);
+/// How long a frame is held. Linux, when it was short of memory, tries half a second later to make
+/// buffers again; a guest that has no more to give must not be left without a network.
+const PATIENCE: Duration = Duration::from_secs(1);
 
 /// What became of an attempt to receive a frame.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -123,7 +123,12 @@ impl Receive {
         if len < HEADER_LEN + ETHERNET_LEN || len - placed.min(len) >= SPILL {
             return Ok(dropped(shared));
         }
-        self.place(Held { len, placed, until: Instant::now() + PATIENCE }, shared)
+        let received =
+            self.place(Held { len, placed, until: Instant::now() + PATIENCE }, shared)?;
+        if matches!(received, Received::Held(_)) {
+            count(&shared.counters.rx_stalled);
+        }
+        Ok(received)
     }
 
     /// Takes buffers until there is room for `wanted` bytes, or all that there are; false if there

@@ -201,16 +201,21 @@ impl Tap {
 
     /// True if the interface is gone; false if it merely has nothing to say.
     pub fn is_gone(&self) -> bool {
-        self.poll() & (libc::POLLERR | libc::POLLHUP | libc::POLLNVAL) != 0
+        self.poll(libc::POLLOUT) & (libc::POLLERR | libc::POLLHUP | libc::POLLNVAL) != 0
     }
 
     /// True if it would take a frame now, which it does not while it is down.
     pub fn is_writable(&self) -> bool {
-        self.poll() & libc::POLLOUT != 0
+        self.poll(libc::POLLOUT) & libc::POLLOUT != 0
     }
 
-    fn poll(&self) -> libc::c_short {
-        let mut poll = libc::pollfd { fd: self.fd.as_raw_fd(), events: libc::POLLOUT, revents: 0 };
+    /// True if there is a frame to be read, or the interface is gone.
+    pub fn has_frame(&self) -> bool {
+        self.poll(libc::POLLIN) != 0
+    }
+
+    fn poll(&self, events: libc::c_short) -> libc::c_short {
+        let mut poll = libc::pollfd { fd: self.fd.as_raw_fd(), events, revents: 0 };
         // SAFETY: one pollfd that outlives the call, with a descriptor that self owns.
         let found = unsafe { libc::poll(&mut poll, 1, 0) };
         if found == 1 { poll.revents } else { 0 }
@@ -298,7 +303,6 @@ impl Tap {
     }
 
     /// What a stand-in was asked for last.
-    #[allow(dead_code)]
     pub(super) fn asked(&self) -> Offloads {
         let asked = self.stand_in.as_ref().unwrap();
         Offloads(asked.load(std::sync::atomic::Ordering::SeqCst))

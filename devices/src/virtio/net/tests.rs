@@ -3,3 +3,10 @@
 
 mod bench;
 mod conformance;
+mod control;
+mod host;
+mod kernel;
+mod link;
+mod opening;
+mod receive;
+mod transmit;

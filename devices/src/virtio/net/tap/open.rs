@@ -64,15 +64,16 @@ impl Tap {
         if flags & libc::IFF_TAP == 0 {
             return Err(foreign("it is attached to a TUN interface, which has no frames"));
         }
-        for (flag, set, what) in [
-            (libc::IFF_VNET_HDR, true, "without IFF_VNET_HDR"),
-            (libc::IFF_NO_PI, true, "without IFF_NO_PI"),
-        ] {
-            if (flags & flag != 0) != set {
-                return Err(TapError::Flags { fd: number, name, flag: what });
-            }
+        let refused = |flag| TapError::Flags { fd: number, name: name.clone(), flag };
+        if flags & libc::IFF_VNET_HDR == 0 {
+            return Err(refused("without IFF_VNET_HDR"));
         }
-        Tap::prepare(fd, name, flags & libc::IFF_MULTI_QUEUE != 0)
+        let tap = Tap::prepare(fd, name.clone(), flags & libc::IFF_MULTI_QUEUE != 0)?;
+        // Not in the flags: Linux 6.18 says IFF_NO_PI of every interface.
+        match tap.wants_packet_information() {
+            true => Err(refused("without IFF_NO_PI")),
+            false => Ok(tap),
+        }
     }
 
     /// The same for the number of a descriptor that this process was started with. It is
@@ -90,6 +91,21 @@ impl Tap {
             TapError::Flags { name, flag, .. } => TapError::Flags { fd, name, flag },
             other => other,
         })
+    }
+
+    /// True if the kernel takes the first four bytes of what is written for something else than the
+    /// header. Asked with a frame of 14 bytes of which not all can be read: it is refused as
+    /// unreadable, or, four bytes shorter, as too short before that; never sent.
+    fn wants_packet_information(&self) -> bool {
+        let readable = [0_u8; HEADER_LEN + 4];
+        let vectors = [
+            libc::iovec { iov_base: readable.as_ptr().cast_mut().cast(), iov_len: readable.len() },
+            libc::iovec { iov_base: std::ptr::null_mut(), iov_len: 10 },
+        ];
+        // SAFETY: the kernel reads from the first vector, which outlives the call; it checks the
+        // second, and fails with EFAULT.
+        let result = unsafe { libc::writev(self.fd.as_raw_fd(), vectors.as_ptr(), 2) };
+        result < 0 && io::Error::last_os_error().raw_os_error() == Some(libc::EINVAL)
     }
 
     fn prepare(fd: OwnedFd, name: String, multi_queue: bool) -> Result<Tap, TapError> {

@@ -1,18 +1,18 @@
 //! A card, its driver, and the other end of its wires.
 
-#![allow(dead_code)]
-
 use std::io::{Read, Write};
 use std::os::fd::{AsFd, AsRawFd, OwnedFd};
 use std::os::unix::net::UnixStream;
+use std::time::Duration;
 
 use crate::executor::Executor;
 use crate::ids::DeviceId;
 use crate::memory::GuestAddress;
 use crate::testing::{Buffer, GuestDriver, PATIENCE, eventually};
 use crate::virtio::net::tap::HEADER_LEN;
-use crate::virtio::net::{Net, NetConfig, NetHandle, Tap};
+use crate::virtio::net::{Net, NetConfig, NetCounters, NetHandle, Tap};
 
+/// Receive and transmit queue of the first pair.
 pub const RX: u16 = 0;
 pub const TX: u16 = 1;
 
@@ -118,7 +118,8 @@ impl Bench {
     }
 
     pub fn on(taps: Vec<Tap>, peers: Vec<Peer>, unwanted: u64, config: NetConfig) -> Self {
-        let executor = Executor::spawn("net").unwrap();
+        // Of its own name, to be found again by it.
+        let executor = Executor::spawn(config.id.as_str()).unwrap();
         let net = Net::new(executor.handle(), taps, config).unwrap();
         let handle = net.handle();
         let mut driver = GuestDriver::new(Box::new(net));
@@ -145,6 +146,28 @@ impl Bench {
         assert_eq!(len, 0, "nothing is written into what is sent");
     }
 
+    /// Waits for a frame in the buffers `offered`, each with its length, in order of their use;
+    /// header and frame.
+    pub fn arrived(&mut self, offered: &[(GuestAddress, usize)]) -> Vec<u8> {
+        let mut packet = Vec::new();
+        for (place, &(buffer, room)) in offered.iter().enumerate() {
+            let used = self.driver.wait_used(RX).len as usize;
+            packet.extend(self.driver.bytes(buffer, used));
+            let buffers = u16::from_le_bytes([packet[10], packet[11]]);
+            if place + 1 == usize::from(buffers) {
+                return packet;
+            }
+            assert_eq!(used, room, "a buffer in the middle is not full");
+        }
+        panic!("the frame needs more buffers than were offered");
+    }
+
+    /// Waits until a counter is as it should be.
+    pub fn counts(&self, counter: impl Fn(&NetCounters) -> u64, number: u64) {
+        let there = eventually(PATIENCE, || counter(&self.handle.counters()) == number);
+        assert!(there, "not {number}: {:?}", self.handle.counters());
+    }
+
     /// The link that the guest sees.
     pub fn status(&mut self) -> u16 {
         u16::from_le_bytes(self.driver.config(6, 2).try_into().unwrap())
@@ -159,4 +182,26 @@ pub fn frame(len: usize, seed: u8) -> Vec<u8> {
 /// The same behind an empty header.
 pub fn packet(len: usize, seed: u8) -> Vec<u8> {
     [vec![0; HEADER_LEN], frame(len, seed)].concat()
+}
+
+/// Processor time that the thread `name` of this process has used.
+pub fn processor_time(name: &str) -> Duration {
+    let tasks = std::fs::read_dir("/proc/self/task").unwrap();
+    for task in tasks.flatten().map(|task| task.path()) {
+        let comm = std::fs::read_to_string(task.join("comm")).unwrap_or_default();
+        if comm.trim() == name {
+            let times = std::fs::read_to_string(task.join("schedstat")).unwrap();
+            let nanoseconds = times.split(' ').next().unwrap().parse().unwrap();
+            return Duration::from_nanos(nanoseconds);
+        }
+    }
+    panic!("no thread {name}");
+}
+
+/// Expects the loop of the card `name` to do nothing.
+pub fn expect_idle(name: &str) {
+    let before = processor_time(name);
+    std::thread::sleep(Duration::from_millis(200));
+    let used = processor_time(name).saturating_sub(before);
+    assert!(used < Duration::from_millis(20), "{used:?} of 200 ms were used for nothing");
 }
