@@ -3,7 +3,7 @@
 use std::time::{Duration, Instant};
 
 use guest_protocol::Spawn;
-use harness::{Step, TestVm, image, lifecycle, sh};
+use harness::{Step, TestVm, eventually, image, lifecycle, sh};
 use hypervisor::api::{ErrorKind, Reply, Request, StopHow};
 use hypervisor::state::VmState;
 use libtest_mimic::Trial;
@@ -36,11 +36,7 @@ fn a_paused_guest_stands_still() {
     assert_eq!(counting.stdout.so_far().len(), at_pause);
     vm.ask(&Request::Resume {});
     assert_eq!(vm.info().state, VmState::Running);
-    let deadline = Instant::now() + Duration::from_secs(30);
-    while counting.stdout.so_far().len() == at_pause && Instant::now() < deadline {
-        std::thread::sleep(Duration::from_millis(10));
-    }
-    assert!(counting.stdout.so_far().len() > at_pause, "the guest does not go on");
+    eventually("the guest goes on", || counting.stdout.so_far().len() > at_pause);
 }
 
 fn the_command_line_pauses_and_resumes() {
@@ -75,10 +71,13 @@ fn a_guest_answers_after_every_pause() {
     });
 }
 
-/// Pauses and resumes while `work` has not ended; how often.
-fn pause_while(vm: &TestVm, mut works: impl FnMut() -> bool) -> u32 {
+/// Pauses and resumes while something has not ended; how often.
+#[track_caller]
+fn pause_until(vm: &TestVm, ended: impl Fn() -> bool) -> u32 {
+    let deadline = Instant::now() + Duration::from_secs(300);
     let mut times = 0;
-    while works() {
+    while !ended() {
+        assert!(Instant::now() < deadline, "it has not ended in 300 s and {times} pauses");
         vm.ask(&Request::Pause {});
         std::thread::sleep(Duration::from_millis(5));
         vm.ask(&Request::Resume {});
@@ -92,7 +91,7 @@ fn output_survives_many_pauses() {
     let vm = TestVm::builder().cpus(2).boot();
     let mut counting = vm.start(Spawn::new(sh("read go; seq 1 300000; echo end")));
     counting.feed(b"go\n");
-    let times = pause_while(&vm, || !counting.stdout.so_far().ends_with(b"\nend\n"));
+    let times = pause_until(&vm, || counting.stdout.so_far().ends_with(b"\nend\n"));
     let output = counting.end();
     let expected: String = (1..=300_000).map(|i| format!("{i}\n")).collect::<String>() + "end\n";
     assert!(output.stdout == expected.as_bytes(), "{} bytes came", output.stdout.len());
@@ -107,7 +106,7 @@ fn disk_contents_survive_many_pauses() {
     let vm = builder.disk(format!("path={disk},ro")).disk(format!("path={copy}")).boot();
     let line = "dd if=/dev/vda of=/dev/vdb bs=64k conv=fsync 2>/dev/null; echo end";
     let copying = vm.start(Spawn::new(sh(line)));
-    let times = pause_while(&vm, || !copying.stdout.so_far().ends_with(b"end\n"));
+    let times = pause_until(&vm, || copying.stdout.so_far().ends_with(b"end\n"));
     assert!(copying.end().status.success());
     assert!(std::fs::read(copy).unwrap() == content, "the copy differs");
     assert!(times >= 5, "the VM was paused {times} times only");

@@ -2,8 +2,7 @@
 
 use std::fs;
 
-use guest_protocol::Spawn;
-use harness::{TestVm, sh};
+use harness::{TestVm, eventually, sh};
 use libtest_mimic::Trial;
 use nix::sys::signal::Signal;
 
@@ -44,7 +43,8 @@ fn stop_writes_disks_back() {
 fn a_guest_that_cannot_power_off_is_ended_by_force() {
     let vm = TestVm::boot();
     // An agent that is stopped answers nobody.
-    vm.exec(sh("echo 1 >/proc/sys/kernel/sysrq; kill -STOP -1; kill -STOP $PPID"));
+    vm.leave(sh("kill -STOP -1"));
+    eventually("the agent is silent", || !vm.agent_answers());
     vm.cli("stop", &["--timeout", "1"]).end().output(0);
     vm.end().output(0);
 }
@@ -82,22 +82,20 @@ fn a_second_signal_does_not_wait_for_the_guest() {
 
 fn a_guest_may_power_itself_off() {
     let vm = TestVm::boot();
-    vm.start(Spawn::new(["poweroff", "-f"]));
+    vm.leave(sh("sleep 0.5; poweroff -f"));
     vm.end().output(0);
 }
 
 fn a_guest_may_reset_itself() {
     let vm = TestVm::boot();
-    let rebooting = vm.start(Spawn::new(["reboot", "-f"]));
+    vm.leave(sh("sleep 0.5; reboot -f"));
     vm.end().output(111);
-    drop(rebooting);
 }
 
 fn a_panic_is_told_with_the_console() {
     let vm = TestVm::boot();
-    let crashing = vm.start(Spawn::new(sh("echo c >/proc/sysrq-trigger")));
+    vm.leave(sh("sleep 0.5; echo c >/proc/sysrq-trigger"));
     let ended = vm.end();
-    drop(crashing);
     ended.output(112);
     assert!(ended.stderr.contains("the guest's kernel panicked"), "{ended:?}");
     assert!(ended.stderr.contains("  | ") && ended.stderr.contains("sysrq"), "{ended:?}");

@@ -34,3 +34,16 @@ pub use guest::{Output, sh};
 pub use lifecycle::{Step, lifecycle};
 pub use place::Place;
 pub use vm::TestVm;
+
+/// Waits until something is so.
+///
+/// # Panics
+/// If it takes minutes.
+#[track_caller]
+pub fn eventually(what: &str, is_so: impl Fn() -> bool) {
+    let deadline = std::time::Instant::now() + std::time::Duration::from_secs(120);
+    while !is_so() {
+        assert!(std::time::Instant::now() < deadline, "{what}: not in two minutes");
+        std::thread::sleep(std::time::Duration::from_millis(10));
+    }
+}

@@ -235,6 +235,26 @@ impl TestVm {
         GuestProcess::start(&self.vsock, spawn).unwrap()
     }
 
+    /// Starts a command in the guest that goes on by itself.
+    ///
+    /// # Panics
+    /// If it cannot be started.
+    #[track_caller]
+    pub fn leave<'w>(&self, argv: impl IntoIterator<Item = &'w str>) {
+        self.agent().spawn(Spawn::new(argv)).unwrap();
+    }
+
+    /// Whether the agent answers soon.
+    pub fn agent_answers(&self) -> bool {
+        let soon = Duration::from_secs(2);
+        let socket = HybridSocket::new(&self.vsock).timeout(soon);
+        let ping = |mut agent: Client| {
+            agent.set_timeout(Some(soon));
+            agent.ping()
+        };
+        Client::connect(socket).and_then(ping).is_ok()
+    }
+
     /// Runs a command in the guest.
     ///
     /// # Panics
