@@ -38,8 +38,10 @@ enum Wait {
     Guest,
     /// The interface has to take frames again.
     Host,
-    /// The time has to come; for held frames the guest may come first.
-    Until(Instant),
+    /// The rate limit has to allow more.
+    Tokens(Instant),
+    /// The guest has to notify first, or the time has to come.
+    Held(Instant),
 }
 
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -80,8 +82,14 @@ impl Pair {
     ) -> Result<Self, StartError> {
         let timer = RefillTimer::new()
             .map_err(|source| StartError::Host { what: "a timer for the rate limit", source })?;
-        let gone = shared.taps.get(index).is_none_or(Tap::is_gone);
-        shared.set_lost(index, gone);
+        let interface = match shared.taps.get(index) {
+            Some(tap) if tap.is_gone() => Interface::Gone,
+            // Or full, which is the same for what the guest has to know: it will be told.
+            Some(tap) if !tap.is_writable() => Interface::Down,
+            Some(_) => Interface::Up,
+            None => Interface::Gone,
+        };
+        shared.set_lost(index, interface != Interface::Up);
         Ok(Self {
             index,
             rx: Receive::new(rx, activation.has(feature::MRG_RXBUF)),
@@ -89,7 +97,7 @@ impl Pair {
             rx_wait: Wait::No,
             tx_wait: Wait::No,
             stalled: false,
-            interface: if gone { Interface::Gone } else { Interface::Up },
+            interface,
             watched: None,
             timer,
             alarm: None,
@@ -120,8 +128,10 @@ impl Pair {
                 break;
             }
             if let Err(wait) = shared.admit_rx() {
-                count(&shared.counters.rx_throttled);
-                self.rx_wait = Wait::Until(Instant::now() + wait);
+                if tap.has_frame() {
+                    count(&shared.counters.rx_throttled);
+                    self.rx_wait = Wait::Tokens(Instant::now() + wait);
+                }
                 break;
             }
             match self.rx.receive(tap, &shared)? {
@@ -135,7 +145,7 @@ impl Pair {
                     }
                     self.rx_wait = Wait::Guest;
                 }
-                Received::Held(until) => self.rx_wait = Wait::Until(until),
+                Received::Held(until) => self.rx_wait = Wait::Held(until),
                 Received::Gone => self.set_interface(Interface::Gone),
             }
         }
@@ -151,9 +161,11 @@ impl Pair {
                 break;
             }
             budget -= 1;
-            if let Err(wait) = shared.admit_tx() {
+            if let Err(wait) = shared.admit_tx()
+                && self.tx.queue().pending()? > 0
+            {
                 count(&shared.counters.tx_throttled);
-                self.tx_wait = Wait::Until(Instant::now() + wait);
+                self.tx_wait = Wait::Tokens(Instant::now() + wait);
                 break;
             }
             let up = self.interface == Interface::Up;
@@ -228,8 +240,8 @@ impl Pair {
         }
         self.watched = wanted;
         let times = [self.rx_wait, self.tx_wait].into_iter().filter_map(|wait| match wait {
-            Wait::Until(time) => Some(time),
-            _ => None,
+            Wait::Tokens(time) | Wait::Held(time) => Some(time),
+            Wait::No | Wait::Guest | Wait::Host => None,
         });
         let next = times.min();
         if let Some(time) = next
@@ -248,7 +260,7 @@ impl Pair {
         // The timer is not finer than this.
         let now = Instant::now() + Duration::from_micros(50);
         for wait in [&mut self.rx_wait, &mut self.tx_wait] {
-            if matches!(wait, Wait::Until(time) if *time <= now) {
+            if matches!(wait, Wait::Tokens(time) | Wait::Held(time) if *time <= now) {
                 *wait = Wait::No;
             }
         }
@@ -258,7 +270,9 @@ impl Pair {
         match token {
             RX => {
                 self.rx.queue().kick().clear();
-                self.rx_wait = Wait::No;
+                if matches!(self.rx_wait, Wait::Guest | Wait::Held(_)) {
+                    self.rx_wait = Wait::No;
+                }
                 self.receive()
             }
             TX => {
@@ -281,9 +295,17 @@ impl Pair {
                 self.receive()?;
                 self.transmit()
             }
+            // The link or the number of pairs has changed, and so whether it is worth waiting.
             _ => {
                 self.shared.wake(self.index).map(crate::event::Event::clear);
-                self.receive()
+                if !matches!(self.rx_wait, Wait::Tokens(_)) {
+                    self.rx_wait = Wait::No;
+                }
+                if self.tx_wait == Wait::Host {
+                    self.tx_wait = Wait::No;
+                }
+                self.receive()?;
+                self.transmit()
             }
         }
     }

@@ -228,15 +228,20 @@ impl Tap {
         // SAFETY: the descriptor is open. By the promise of Scatter each vector is memory that may
         // be written for as long as it is borrowed, and to which nobody here holds a reference.
         let moved = unsafe { libc::readv(fd, vectors.as_ptr(), count) };
-        let result = result(moved);
-        into.written(result.as_ref().map_or(usize::MAX, |&moved| moved));
-        match result {
+        match result(moved) {
             // A TAP has no end; other descriptors in its place have.
             Ok(0) => Moved::Gone,
-            Ok(len) => Moved::Frame(len),
+            Ok(len) => {
+                into.written(len);
+                Moved::Frame(len)
+            }
             Err(error) => match error.raw_os_error() {
                 Some(libc::EAGAIN | libc::EINTR) => Moved::NotNow,
-                Some(libc::ENOMEM | libc::ENOBUFS | libc::EFAULT | libc::EINVAL) => Moved::Lost,
+                Some(libc::ENOMEM | libc::ENOBUFS | libc::EFAULT | libc::EINVAL) => {
+                    // A part may have been.
+                    into.written(usize::MAX);
+                    Moved::Lost
+                }
                 _ => self.gone("read", &error),
             },
         }

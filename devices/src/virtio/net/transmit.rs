@@ -30,12 +30,14 @@ pub struct Transmit {
     queue: ActiveQueue,
     memory: Memory,
     features: u64,
+    /// The guest was asked to notify.
+    asked: bool,
 }
 
 impl Transmit {
     /// Sends what is in `queue`, with the offloads of `features`.
     pub fn new(queue: ActiveQueue, features: u64) -> Self {
-        Self { memory: queue.memory().clone(), queue, features }
+        Self { memory: queue.memory().clone(), queue, features, asked: true }
     }
 
     /// The queue, for its events.
@@ -51,11 +53,15 @@ impl Transmit {
     /// Sends one frame; drops it without a `tap`.
     pub fn send(&mut self, tap: Option<&Tap>, shared: &Shared) -> Result<Sent, QueueFault> {
         let Some(chain) = self.queue.pop()? else {
+            self.asked = true;
             return Ok(match self.queue.enable_notification()? {
                 true => Sent::One,
                 false => Sent::Empty,
             });
         };
+        if std::mem::take(&mut self.asked) {
+            self.queue.disable_notification()?;
+        }
         let sent = match self.write(&chain, tap, shared) {
             Ok(Moved::Frame(len)) => {
                 count(&shared.counters.tx_frames);

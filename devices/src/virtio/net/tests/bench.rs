@@ -67,6 +67,13 @@ impl Peer {
         packet.unwrap()
     }
 
+    /// True without a card at the other end.
+    pub fn is_gone(&self) -> bool {
+        let mut poll = libc::pollfd { fd: self.0.as_raw_fd(), events: 0, revents: 0 };
+        // SAFETY: one pollfd that outlives the call.
+        (unsafe { libc::poll(&mut poll, 1, 0) }) == 1
+    }
+
     /// Throws away what has come; how many packets.
     pub fn drain(&self) -> usize {
         std::iter::from_fn(|| self.receive()).count()

@@ -321,6 +321,23 @@ fn an_interface_that_is_down_for_a_while_takes_the_link_down_for_a_while() {
 }
 
 #[test]
+fn a_link_over_an_interface_that_is_not_up_yet_comes_with_it() {
+    in_namespace(|| {
+        let taps = Tap::open_named("cube0", 1, None).unwrap();
+        host::set_up("cube0", false);
+        let mut bench = Bench::on(taps, Vec::new(), 0, config());
+        assert_eq!(bench.status(), 0);
+        bench.driver.pause();
+        bench.driver.resume();
+        assert_eq!(bench.status(), 0);
+        host::set_up("cube0", true);
+        assert!(eventually(PATIENCE, || bench.handle.link_is_up()));
+        assert_eq!(bench.status(), LINK_UP);
+        bench.driver.wait_interrupt(CONFIG_CHANGE);
+    });
+}
+
+#[test]
 fn a_flood_of_the_host_without_buffers_costs_nothing_and_ends() {
     in_namespace(|| {
         let mut config = config();

@@ -5,7 +5,7 @@ use std::time::{Duration, Instant};
 use super::bench::{Bench, Peer, RX, TX, config, frame, packet};
 use crate::executor::Executor;
 use crate::snapshot::{RestoreError, Snapshot, Stateful};
-use crate::testing::{Buffer, snapshot_roundtrip};
+use crate::testing::{Buffer, PATIENCE, eventually, snapshot_roundtrip};
 use crate::virtio::VirtioDevice;
 use crate::virtio::net::handle::status::{ANNOUNCE, LINK_UP};
 use crate::virtio::net::{MacAddress, Net, NetError, NetState, Tap, feature};
@@ -66,6 +66,35 @@ fn the_guest_is_told_of_a_link_that_goes_and_comes() {
     assert_eq!(bench.arrived(&[(buffer, 2048)])[12..], frame(60, 3));
     bench.transmit(&packet(60, 4));
     assert_eq!(bench.peer().wait(), packet(60, 4));
+}
+
+#[test]
+fn frames_of_the_time_without_a_link_do_not_come_afterwards() {
+    let mut bench = Bench::new();
+    // Some wait for buffers already, and the wire is full of what the guest has sent.
+    assert!(bench.peer().send(&frame(60, 1)));
+    bench.counts(|counters| counters.rx_stalled, 1);
+    let mut sent = 0;
+    while bench.handle.counters().tx_blocked == 0 {
+        let buffer = bench.driver.alloc_with(&packet(8000, 2));
+        bench.driver.add(TX, &[Buffer::readable(buffer, 8012)]);
+        bench.driver.kick(TX);
+        sent += 1;
+        let settled = |bench: &Bench| {
+            let counters = bench.handle.counters();
+            counters.tx_frames == sent || counters.tx_blocked > 0
+        };
+        assert!(eventually(PATIENCE, || settled(&bench)));
+    }
+    bench.handle.set_link(false);
+    bench.counts(|counters| counters.rx_dropped, 1);
+    bench.counts(|counters| counters.tx_dropped, 1);
+    bench.peer().drain();
+    bench.handle.set_link(true);
+    let buffer = bench.offer(2048);
+    assert!(bench.peer().send(&frame(60, 3)));
+    assert_eq!(bench.arrived(&[(buffer, 2048)])[12..], frame(60, 3));
+    assert_eq!(bench.peer().receive(), None);
 }
 
 #[test]
