@@ -159,23 +159,22 @@ fn other_memory_cannot_take_the_place_of_what_was_saved() {
     assert!(pmem.restore(state).is_ok());
 }
 
-proptest! {
-    /// Only four zeroes flush, however they are cut, and only four bytes are written.
-    #[test]
-    fn any_request_gets_one_answer(
-        request in prop::collection::vec(prop_oneof![3 => Just(0u8), 1 => any::<u8>()], 0..9),
-        cut in 0..9u32,
-        room in 0..9u32,
-    ) {
-        let memory = ram();
+/// Only four zeroes flush, however they are cut, and only four bytes are written.
+#[test]
+fn any_request_gets_one_answer() {
+    let memory = ram();
+    let descriptor = |place: u64, address: u64, len: u32, flags: u16| {
+        let head = [address, u64::from(len) | u64::from(flags) << 32 | (place + 1) << 48];
+        let entry = GuestAddress(16 * place);
+        memory.write_slice(&head.map(u64::to_le_bytes).concat(), entry).unwrap();
+    };
+    let byte = prop_oneof![3 => Just(0u8), 1 => any::<u8>()];
+    let strategy = (prop::collection::vec(byte, 0..9), 0..9u32, 0..9u32);
+    proptest!(|((request, cut, room) in strategy)| {
         let len = request.len() as u32;
         let cut = cut.min(len);
         memory.write_slice(&request, GuestAddress(0x1000)).unwrap();
         memory.write_slice(&[9; 9], GuestAddress(0x2000)).unwrap();
-        let descriptor = |place: u64, address: u64, len: u32, flags: u16| {
-            let head = [address, u64::from(len) | u64::from(flags) << 32 | (place + 1) << 48];
-            memory.write_slice(&head.map(u64::to_le_bytes).concat(), GuestAddress(16 * place)).unwrap();
-        };
         descriptor(0, 0x1000, cut, 1);
         descriptor(1, 0x1000 + u64::from(cut), len - cut, 1);
         descriptor(2, 0x2000, room, 2);
@@ -187,5 +186,5 @@ proptest! {
         let mut after = [0; 9];
         memory.read_slice(&mut after, GuestAddress(0x2000)).unwrap();
         prop_assert!(after[written as usize..].iter().all(|&byte| byte == 9));
-    }
+    });
 }
