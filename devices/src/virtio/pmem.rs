@@ -4,6 +4,9 @@
 //! and for a read-only file they are the host's page cache, shared by all guests. What is left for
 //! the device is to say where the memory is, and to answer the request to flush it.
 //!
+//! Writes to read-only memory are dropped by KVM. The driver has no way to know beforehand, so a
+//! flush fails: that is how the guest hears that what it wrote is gone.
+//!
 //! A writable device is a private copy: what the guest writes stays in this process, the file never
 //! changes, and a flush has nothing to do. A snapshot of the VM needs these pages too:
 //! [`PmemBacking::save_changes`].
@@ -63,12 +66,12 @@ struct Counters {
 }
 
 impl PmemCounters {
-    /// Flush requests that were answered.
+    /// Flush requests that succeeded.
     pub fn flushes(&self) -> u64 {
         self.0.flushes.load(Ordering::Relaxed)
     }
 
-    /// Requests that are not known.
+    /// Requests that failed: unknown ones, and flushes of read-only memory.
     pub fn refused(&self) -> u64 {
         self.0.refused.load(Ordering::Relaxed)
     }
@@ -132,7 +135,8 @@ impl VirtioDevice for Pmem {
     fn start(&mut self, mut activation: Activation) -> Result<(), StartError> {
         let queue = activation.take_queue(0)?;
         let notifier = activation.notifier;
-        let worker = Worker { queue, notifier, counters: self.counters.clone() };
+        let (read_only, counters) = (self.backing.read_only(), self.counters.clone());
+        let worker = Worker { queue, notifier, read_only, counters };
         let running = self.executor.run(worker).map_err(|no| StartError::Executor(no.error))?;
         self.worker = Some(running);
         Ok(())
@@ -153,6 +157,7 @@ const QUEUE: Token = Token(0);
 struct Worker {
     queue: ActiveQueue,
     notifier: Notifier,
+    read_only: bool,
     counters: PmemCounters,
 }
 
@@ -165,12 +170,11 @@ impl Worker {
                 return self.queue.enable_notification();
             };
             let request = Request::read(&chain, self.queue.memory());
-            let counter = match request {
-                Request::Flush => &self.counters.0.flushes,
-                Request::Unknown => &self.counters.0.refused,
-            };
+            let done = request == Request::Flush && !self.read_only;
+            let counters = &self.counters.0;
+            let counter = if done { &counters.flushes } else { &counters.refused };
             counter.fetch_add(1, Ordering::Relaxed);
-            let written = request.answer(&chain, self.queue.memory());
+            let written = answer(&chain, self.queue.memory(), done);
             self.queue.complete(&chain, written)?;
         }
         self.queue.notify()?;
@@ -227,18 +231,19 @@ impl Request {
             _ => Self::Unknown,
         }
     }
+}
 
-    /// Writes the answer; how many bytes, 0 if there is no room for all of it.
-    fn answer(self, chain: &Chain, memory: &Memory) -> u32 {
-        let answer = if self == Self::Flush { OK } else { FAILED };
-        let mut writer = chain.writer(memory);
-        if writer.remaining() < size_of::<u32>() as u64 {
-            return 0;
-        }
-        match io::Write::write_all(&mut writer, &answer.to_le_bytes()) {
-            Ok(()) => writer.written(),
-            Err(_) => 0,
-        }
+/// Writes the answer, whether the request was `done`; how many bytes, 0 if there is no room for all
+/// of it.
+fn answer(chain: &Chain, memory: &Memory, done: bool) -> u32 {
+    let answer = if done { OK } else { FAILED };
+    let mut writer = chain.writer(memory);
+    if writer.remaining() < size_of::<u32>() as u64 {
+        return 0;
+    }
+    match io::Write::write_all(&mut writer, &answer.to_le_bytes()) {
+        Ok(()) => writer.written(),
+        Err(_) => 0,
     }
 }
 
