@@ -68,7 +68,7 @@ pub fn run_here_or_in_lab(trials: Vec<Trial>) -> ExitCode {
         return ExitCode::FAILURE;
     }
     if env::var_os("LAB").is_none() && !hypervisor::doctor::examine().runs_linux() {
-        return in_lab();
+        return in_labs(&arguments, &trials);
     }
     // A guest keeps a processor busy while it boots, and so does what a test does beside it.
     arguments.test_threads.get_or_insert(1);
@@ -83,8 +83,32 @@ const LABS: u32 = 3;
 /// A lab that fails later has most likely run out of its time, and would again.
 const A_CRASH_COMES_WITHIN: Duration = Duration::from_secs(1200);
 
+/// Runs each group of trials in a lab of its own, so that one that goes down takes few with it;
+/// trials that were chosen by name all in one.
+fn in_labs(arguments: &Arguments, trials: &[Trial]) -> ExitCode {
+    eprintln!("no KVM that runs Linux guests here (see cube-vmm doctor): running in the lab");
+    if arguments.filter.is_some() || !arguments.skip.is_empty() {
+        return in_lab(&[]);
+    }
+    let group =
+        |trial: &Trial| trial.name().split_once("::").map(|(group, _)| format!("{group}::"));
+    let mut groups: Vec<String> = trials.iter().filter_map(group).collect();
+    groups.dedup();
+    let mut failed = Vec::new();
+    for group in groups {
+        if in_lab(std::slice::from_ref(&group)) != ExitCode::SUCCESS {
+            failed.push(group);
+        }
+    }
+    if failed.is_empty() {
+        return ExitCode::SUCCESS;
+    }
+    eprintln!("failed: {}", failed.join(" "));
+    ExitCode::FAILURE
+}
+
 /// Runs this again in the lab; a lab that goes down is replaced by a new one.
-fn in_lab() -> ExitCode {
+fn in_lab(filter: &[String]) -> ExitCode {
     let lab = repository().join("tests/lab/run");
     let exe = match env::current_exe() {
         Ok(exe) => exe,
@@ -93,11 +117,11 @@ fn in_lab() -> ExitCode {
             return ExitCode::FAILURE;
         }
     };
-    eprintln!("no KVM that runs Linux guests here (see cube-vmm doctor): running in the lab");
     for attempt in 1..=LABS {
         let started = Instant::now();
         let mut command = Command::new(&lab);
-        command.args(["--timeout", LAB_TIMEOUT, "--"]).arg(&exe).args(env::args_os().skip(1));
+        command.args(["--timeout", LAB_TIMEOUT, "--"]).arg(&exe);
+        command.args(env::args_os().skip(1)).args(filter);
         match command.status() {
             Ok(status)
                 if status.code() == Some(LAB_FAILED)
