@@ -91,12 +91,16 @@ fn offer_stats(driver: &mut GuestDriver, bytes: &[u8]) -> u16 {
     head
 }
 
-/// Asks for statistics and answers with `bytes`, as the driver does.
+/// Asks for statistics and answers with `bytes` as often as the device wants, as the driver does.
 fn ask(driver: &mut GuestDriver, handle: &BalloonHandle, bytes: &[u8]) -> Option<Stats> {
     std::thread::scope(|threads| {
         let asking = threads.spawn(|| handle.statistics(PATIENCE));
-        driver.wait_used(STATS);
-        offer_stats(driver, bytes);
+        while !asking.is_finished() {
+            if driver.used(STATS).is_some() {
+                offer_stats(driver, bytes);
+            }
+            std::thread::yield_now();
+        }
         asking.join().unwrap()
     })
 }
