@@ -16,6 +16,8 @@ mod control;
 mod ends;
 #[path = "api/hostile.rs"]
 mod hostile;
+#[path = "api/metrics.rs"]
+mod metrics;
 #[path = "api/streams.rs"]
 mod streams;
 
@@ -26,6 +28,7 @@ fn main() -> ExitCode {
         ends::trials(),
         streams::trials(),
         hostile::trials(),
+        metrics::trials(),
     ];
     harness::lab::run_here_or_in_lab(modules.into_iter().flatten().collect())
 }

@@ -10,8 +10,9 @@
 
 use std::collections::BTreeMap;
 use std::fmt;
-use std::sync::atomic::{AtomicU32, Ordering};
 use std::sync::{Arc, Mutex, PoisonError, RwLock};
+
+use crate::metrics::{Count, Metered, Metric};
 
 /// Why a device refused an access. The guest sees all-ones or nothing; the log sees this.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, thiserror::Error)]
@@ -68,19 +69,18 @@ pub enum BusError {
 }
 
 /// Faulty accesses that are logged per device; the later ones are only counted.
-const LOGGED_FAULTS: u32 = 8;
+const LOGGED_FAULTS: u64 = 8;
 
 struct Slot {
     len: u64,
     name: String,
     device: Arc<Mutex<dyn BusDevice>>,
-    faults: AtomicU32,
+    faults: Count,
 }
 
 impl Slot {
     fn fault(&self, verb: &str, error: AccessError) {
-        let seen = self.faults.fetch_add(1, Ordering::Relaxed);
-        if seen < LOGGED_FAULTS {
+        if self.faults.one() < LOGGED_FAULTS {
             tracing::warn!(device = %self.name, "guest {verb}: {error}");
         }
     }
@@ -89,6 +89,8 @@ impl Slot {
 /// An address space with devices in it, shared by the vCPUs.
 #[derive(Default)]
 pub struct Bus {
+    refused: Count,
+    unclaimed: Count,
     slots: RwLock<BTreeMap<u64, Arc<Slot>>>,
 }
 
@@ -117,7 +119,7 @@ impl Bus {
         {
             return Err(BusError::Overlap { name, base, other: slot.name.clone() });
         }
-        slots.insert(base, Arc::new(Slot { len, name, device, faults: AtomicU32::new(0) }));
+        slots.insert(base, Arc::new(Slot { len, name, device, faults: Count::new() }));
         Ok(())
     }
 
@@ -132,6 +134,7 @@ impl Bus {
     pub fn read(&self, address: u64, data: &mut [u8]) {
         data.fill(0xff);
         let Some((offset, slot)) = self.find(address, data.len()) else {
+            self.unclaimed.one();
             return;
         };
         let result = {
@@ -140,6 +143,7 @@ impl Bus {
         };
         if let Err(error) = result {
             data.fill(0xff);
+            self.refused.one();
             slot.fault("read", error);
         }
     }
@@ -147,6 +151,7 @@ impl Bus {
     /// A guest write. Ignored where there is no device or it refuses.
     pub fn write(&self, address: u64, data: &[u8]) {
         let Some((offset, slot)) = self.find(address, data.len()) else {
+            self.unclaimed.one();
             return;
         };
         let result = {
@@ -154,6 +159,7 @@ impl Bus {
             device.write(offset, data)
         };
         if let Err(error) = result {
+            self.refused.one();
             slot.fault("write", error);
         }
     }
@@ -164,6 +170,23 @@ impl Bus {
         let offset = address - start;
         let end = offset.checked_add(len as u64)?;
         (end <= slot.len).then(|| (offset, slot.clone()))
+    }
+}
+
+impl Metered for Bus {
+    fn metrics(&self) -> Vec<Metric> {
+        vec![
+            Metric::counter(
+                "bus_refused_accesses_total",
+                "Accesses of the guest that a device refused",
+                self.refused.get(),
+            ),
+            Metric::counter(
+                "bus_unclaimed_accesses_total",
+                "Accesses of the guest to where no device is",
+                self.unclaimed.get(),
+            ),
+        ]
     }
 }
 
@@ -227,6 +250,19 @@ mod tests {
         assert_eq!(read(&bus, 0xfff, 1), [0xff]);
         assert_eq!(read(&bus, 0x1004, 1), [0xff]);
         assert_eq!(read(&bus, u64::MAX, 8), [0xff; 8]);
+    }
+
+    #[test]
+    fn refused_and_unclaimed_accesses_are_counted() {
+        let bus = bus_with_register();
+        let counts = || bus.metrics().iter().map(|metric| metric.value).collect::<Vec<_>>();
+        read(&bus, 0x1000, 1);
+        bus.write(0x1000, &[1]);
+        assert_eq!(counts(), [0, 0]);
+        read(&bus, 0x1001, 1);
+        bus.write(0x1004, &[1]);
+        read(&bus, 0xfff, 1);
+        assert_eq!(counts(), [1, 2]);
     }
 
     #[test]

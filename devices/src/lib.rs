@@ -13,6 +13,7 @@ pub mod ids;
 pub mod irq;
 pub mod legacy;
 pub mod memory;
+pub mod metrics;
 pub mod pci;
 pub mod rate_limiter;
 pub mod snapshot;

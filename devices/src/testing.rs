@@ -45,6 +45,7 @@ pub use self::stub::{
 };
 use crate::irq::Interrupt;
 use crate::memory::{GuestAddress, Memory};
+use crate::metrics::Metered;
 use crate::snapshot::{RestoreError, Stateful};
 
 /// How long a device may take for what it must do.
@@ -104,6 +105,13 @@ pub fn eventually(time: Duration, mut condition: impl FnMut() -> bool) -> bool {
         }
         std::thread::sleep(Duration::from_micros(50));
     }
+}
+
+/// What `meter` tells as `name`.
+pub fn metric(meter: &dyn Metered, name: &str) -> u64 {
+    let metrics = meter.metrics();
+    let found = metrics.iter().find(|metric| metric.name == name);
+    found.unwrap_or_else(|| panic!("no {name} in {metrics:?}")).value
 }
 
 /// Saves a thing that `mutate` has brought into some state, restores the record into a fresh one

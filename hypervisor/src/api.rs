@@ -16,6 +16,7 @@ use guest_protocol::Hello;
 use serde::{Deserialize, Serialize};
 
 use crate::config::{DiskConfig, VmConfig};
+use crate::metrics::Family;
 use crate::state::VmState;
 
 /// Longest request line in bytes.
@@ -27,6 +28,13 @@ pub const MAX_REQUEST: usize = 64 * 1024;
 pub enum Request {
     /// What the VM is and how it is. Always legal. Answer: [`Reply::Info`].
     Info {},
+    /// What the VM and its devices have counted. Always legal. Answer: [`Reply::Metrics`] or
+    /// [`Reply::MetricsText`].
+    Metrics {
+        /// In which form.
+        #[serde(default)]
+        format: MetricsFormat,
+    },
     /// Takes all vCPUs out of the guest and stops the devices. Legal while running. Answer:
     /// [`Reply::Done`] when nothing moves any more.
     Pause {},
@@ -81,6 +89,17 @@ pub enum StopHow {
     Kill,
 }
 
+/// In which form counts are told.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(rename_all = "snake_case")]
+pub enum MetricsFormat {
+    /// JSON, in [`Reply::Metrics`].
+    #[default]
+    Json,
+    /// The text format of Prometheus, as one string in [`Reply::MetricsText`].
+    Prometheus,
+}
+
 /// The answer to a [`Request`].
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
 #[serde(tag = "reply", rename_all = "snake_case")]
@@ -89,6 +108,16 @@ pub enum Reply {
     Done,
     /// To [`Request::Info {}`].
     Info(Box<Info>),
+    /// To [`Request::Metrics`].
+    Metrics {
+        /// By name.
+        families: Vec<Family>,
+    },
+    /// To [`Request::Metrics`] in the text format of Prometheus.
+    MetricsText {
+        /// Lines, each with its end.
+        text: String,
+    },
     /// Refused, or failed.
     Error {
         /// For programs.

@@ -259,6 +259,7 @@ impl<'a> Parts<'a> {
         Ok(Vm {
             vcpus,
             transports: self.wiring.transports,
+            meters: self.wiring.meters,
             doorbells: self.wiring.doorbells,
             pci: self.wiring.pci,
             executor: self.executor,

@@ -7,11 +7,11 @@
 use std::collections::VecDeque;
 use std::io::{self, Write};
 use std::os::fd::AsFd;
-use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::mpsc::{SyncSender, TrySendError, sync_channel};
 use std::sync::{Arc, Mutex, PoisonError};
 
 use devices::event::Event;
+use devices::metrics::{Count, Metered, Metric};
 use devices::virtio::console::ConsoleOutput;
 use nix::poll::{PollFd, PollFlags, PollTimeout};
 
@@ -24,7 +24,7 @@ const QUEUE: usize = 4096;
 #[derive(Clone, Default)]
 pub struct ConsoleLog {
     ring: Arc<Mutex<VecDeque<u8>>>,
-    dropped: Arc<AtomicU64>,
+    dropped: Arc<Count>,
     forward: Option<SyncSender<Vec<u8>>>,
     virtio: Option<ConsoleOutput>,
 }
@@ -111,7 +111,14 @@ impl ConsoleLog {
 
     /// Bytes that a slow reader did not get.
     pub fn dropped(&self) -> u64 {
-        self.dropped.load(Ordering::Relaxed)
+        self.dropped.get()
+    }
+}
+
+impl Metered for ConsoleLog {
+    fn metrics(&self) -> Vec<Metric> {
+        let help = "Bytes of console output that a slow reader did not get";
+        vec![Metric::counter("console_log_dropped_bytes_total", help, self.dropped())]
     }
 }
 
@@ -126,7 +133,7 @@ impl Write for ConsoleLog {
         if let Some(forward) = &self.forward
             && let Err(TrySendError::Full(_)) = forward.try_send(data.to_vec())
         {
-            self.dropped.fetch_add(data.len() as u64, Ordering::Relaxed);
+            self.dropped.add(data.len() as u64);
         }
         Ok(data.len())
     }

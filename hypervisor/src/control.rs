@@ -9,9 +9,10 @@ use std::time::{Duration, Instant};
 use guest_protocol::{Client, Hello, PowerOff};
 
 use crate::agent::Guest;
-use crate::api::{BalloonInfo, ErrorKind, Info, Reply, Request, StopHow};
+use crate::api::{BalloonInfo, ErrorKind, Info, MetricsFormat, Reply, Request, StopHow};
 use crate::command::guest_command::with_causes;
 use crate::event::{Call, Event, Events};
+use crate::metrics;
 use crate::outcome::Outcome;
 use crate::state;
 use crate::vcpu::VcpuError;
@@ -132,6 +133,7 @@ impl Control {
         }
         match request {
             Request::Info {} => answer(&reply, Reply::Info(Box::new(self.info()))),
+            Request::Metrics { format } => answer(&reply, self.metrics(format)),
             Request::Pause {} => {
                 let paused = self.vm.pause().map(crate::vm::Paused::keep);
                 answer(&reply, done(paused));
@@ -177,6 +179,16 @@ impl Control {
             Some(balloon) => {
                 balloon.set_target(bytes);
                 Reply::Done
+            }
+        }
+    }
+
+    fn metrics(&self, format: MetricsFormat) -> Reply {
+        let families = self.vm.metrics();
+        match format {
+            MetricsFormat::Json => Reply::Metrics { families },
+            MetricsFormat::Prometheus => {
+                Reply::MetricsText { text: metrics::prometheus(&families) }
             }
         }
     }

@@ -19,6 +19,7 @@ pub mod event;
 pub mod kvm;
 pub mod layout;
 pub mod memory;
+pub mod metrics;
 pub mod outcome;
 pub mod pci_slots;
 pub mod signals;

@@ -48,6 +48,9 @@ enum Command {
     Exec(client::ExecOptions),
     /// Tell about a VM that `start` holds, as JSON
     Info(client::Target),
+    /// Tell what a VM and its devices have counted, for Prometheus or as JSON
+    #[command(after_help = client::METRICS_HELP)]
+    Metrics(client::MetricsOptions),
     /// Let a VM stand still
     Pause(client::Target),
     /// Let a paused VM go on
@@ -95,6 +98,7 @@ fn act(command: &Command, ladder: Ladder) -> anyhow::Result<u8> {
         Command::Start(options) => start::start(options, ladder),
         Command::Exec(options) => client::exec(options),
         Command::Info(target) => client::info(target),
+        Command::Metrics(options) => client::metrics(options),
         Command::Pause(target) => client::plain(target, &Request::Pause {}),
         Command::Resume(target) => client::plain(target, &Request::Resume {}),
         Command::Balloon(options) => client::balloon(options),

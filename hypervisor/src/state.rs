@@ -45,6 +45,7 @@ pub struct Illegal {
 pub fn check(state: VmState, request: &Request) -> Result<(), Illegal> {
     let (name, legal) = match request {
         Request::Info {} => ("info", true),
+        Request::Metrics { .. } => ("metrics", true),
         Request::Pause {} => ("pause", state == VmState::Running),
         Request::Resume {} => ("resume", state == VmState::Paused),
         Request::SetBalloon { .. } => ("set_balloon", state == VmState::Running),
@@ -58,7 +59,7 @@ pub fn check(state: VmState, request: &Request) -> Result<(), Illegal> {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::api::StopHow;
+    use crate::api::{MetricsFormat, StopHow};
 
     const STATES: [VmState; 4] =
         [VmState::Created, VmState::Running, VmState::Paused, VmState::Ended];
@@ -76,6 +77,8 @@ mod tests {
     fn a_vm_can_always_be_asked_and_stopped() {
         for state in STATES {
             assert_eq!(check(state, &Request::Info {}), Ok(()));
+            let metrics = Request::Metrics { format: MetricsFormat::Json };
+            assert_eq!(check(state, &metrics), Ok(()));
             let stop = Request::Stop { how: StopHow::Kill, timeout_ms: 0 };
             assert_eq!(check(state, &stop), Ok(()));
         }

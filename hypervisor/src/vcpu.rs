@@ -11,6 +11,7 @@ use std::sync::{Arc, Mutex, PoisonError};
 use std::thread::JoinHandle;
 
 use devices::bus::Bus;
+use devices::metrics::{Count, Meter, Metered, Metric};
 use kvm_bindings::{KVM_EXIT_IO_OUT, KVM_SYSTEM_EVENT_CRASH, KVM_SYSTEM_EVENT_RESET};
 use kvm_ioctls::{VcpuExit, VcpuFd};
 use vmm_sys_util::signal::{SIGRTMIN, register_signal_handler};
@@ -59,6 +60,25 @@ pub struct Machine {
     pub ladder: Ladder,
 }
 
+/// How often a vCPU left the guest.
+#[derive(Default)]
+struct Exits {
+    ports: Count,
+    memory: Count,
+    other: Count,
+}
+
+impl Metered for Exits {
+    fn metrics(&self) -> Vec<Metric> {
+        let counter = |name, help, count: &Count| Metric::counter(name, help, count.get());
+        vec![
+            counter("vcpu_port_exits_total", "Exits for port I/O", &self.ports),
+            counter("vcpu_memory_exits_total", "Exits for memory-mapped I/O", &self.memory),
+            counter("vcpu_other_exits_total", "Exits for anything else", &self.other),
+        ]
+    }
+}
+
 /// A vCPU thread, as the control thread holds it.
 pub struct Vcpu {
     id: u32,
@@ -66,6 +86,7 @@ pub struct Vcpu {
     acknowledged: Receiver<()>,
     wanted: Arc<AtomicBool>,
     gate: Arc<Mutex<Gate>>,
+    exits: Arc<Exits>,
     thread: Option<JoinHandle<()>>,
 }
 
@@ -95,6 +116,7 @@ impl Vcpu {
         let wanted = Arc::new(AtomicBool::new(false));
         let flag = &raw mut fd.get_kvm_run().immediate_exit;
         let gate = Arc::new(Mutex::new(Gate(Some(flag))));
+        let exits = Arc::new(Exits::default());
         let worker = Worker {
             id,
             fd,
@@ -103,13 +125,24 @@ impl Vcpu {
             commands: receiver,
             acknowledge,
             gate: gate.clone(),
+            exits: exits.clone(),
         };
         let thread = std::thread::Builder::new()
             .name(format!("vcpu-{id}"))
             .stack_size(128 * 1024)
             .spawn(move || worker.serve())
             .map_err(|source| VcpuError::Spawn { id, source })?;
-        Ok(Self { id, commands, acknowledged, wanted, gate, thread: Some(thread) })
+        Ok(Self { id, commands, acknowledged, wanted, gate, exits, thread: Some(thread) })
+    }
+
+    /// Its number.
+    pub fn id(&self) -> u32 {
+        self.id
+    }
+
+    /// How often it left the guest.
+    pub fn meter(&self) -> Meter {
+        self.exits.clone()
     }
 
     /// Lets the guest run on this vCPU.
@@ -181,6 +214,7 @@ struct Worker {
     commands: Receiver<Command>,
     acknowledge: Sender<()>,
     gate: Arc<Mutex<Gate>>,
+    exits: Arc<Exits>,
 }
 
 impl Worker {
@@ -219,12 +253,17 @@ impl Worker {
 
     fn enter(&mut self) -> Next {
         match self.fd.run() {
-            Ok(VcpuExit::IoIn(..) | VcpuExit::IoOut(..)) => self.port_io(),
+            Ok(VcpuExit::IoIn(..) | VcpuExit::IoOut(..)) => {
+                self.exits.ports.one();
+                self.port_io()
+            }
             Ok(VcpuExit::MmioRead(address, data)) => {
+                self.exits.memory.one();
                 self.machine.mmio.read(address, data);
                 Next::Enter
             }
             Ok(VcpuExit::MmioWrite(address, data)) => {
+                self.exits.memory.one();
                 self.machine.mmio.write(address, data);
                 Next::Enter
             }
@@ -252,6 +291,7 @@ impl Worker {
     }
 
     fn interrupted(&mut self) -> Next {
+        self.exits.other.one();
         self.fd.set_kvm_immediate_exit(0);
         if self.wanted.swap(false, Ordering::SeqCst) { Next::Park } else { Next::Enter }
     }

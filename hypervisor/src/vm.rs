@@ -6,6 +6,7 @@ use devices::executor::Executor;
 use devices::ids::DeviceId;
 use devices::irq::Interrupt;
 use devices::memory::Memory;
+use devices::metrics::Meter;
 use devices::virtio::balloon::BalloonHandle;
 use devices::virtio::block::{Block, BlockConfig, RawFile};
 use devices::virtio::transport::Transport;
@@ -16,6 +17,7 @@ use crate::config::{DiskConfig, VmConfig};
 use crate::console::ConsoleLog;
 use crate::doorbells::Doorbells;
 use crate::kvm::VmHandle;
+use crate::metrics::{Family, Gathering};
 use crate::pci_slots::PciSlots;
 use crate::state::VmState;
 use crate::vcpu::{Vcpu, VcpuError};
@@ -43,6 +45,8 @@ pub type SharedTransport = Arc<Mutex<dyn Transport>>;
 pub struct Vm {
     pub(crate) vcpus: Vec<Vcpu>,
     pub(crate) transports: Vec<(DeviceId, SharedTransport)>,
+    /// What counts beside vCPUs and virtio devices: its kind, its name, its counts.
+    pub(crate) meters: Vec<(&'static str, &'static str, Meter)>,
     pub(crate) doorbells: Doorbells,
     pub(crate) pci: Option<PciSlots>,
     pub(crate) executor: Executor,
@@ -138,6 +142,25 @@ impl Vm {
     /// The devices, by name.
     pub fn devices(&self) -> Vec<String> {
         self.transports.iter().map(|(id, _)| id.to_string()).collect()
+    }
+
+    /// What vCPUs, devices and buses have counted, from the making of each on. Waits for nothing
+    /// but a register access that is under way.
+    pub fn metrics(&self) -> Vec<Family> {
+        let mut gathering = Gathering::default();
+        for (id, transport) in &self.transports {
+            let meter = lock(transport).lifecycle().meter();
+            if let Some(meter) = meter {
+                gathering.add("device", id.as_str(), &meter);
+            }
+        }
+        for (kind, name, meter) in &self.meters {
+            gathering.add(kind, name, meter);
+        }
+        for vcpu in &self.vcpus {
+            gathering.add("vcpu", &vcpu.id().to_string(), &vcpu.meter());
+        }
+        gathering.families()
     }
 
     fn slots(&self) -> Result<PciSlots, PlugError> {

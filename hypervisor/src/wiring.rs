@@ -15,6 +15,7 @@ use devices::legacy::pvpanic::{self, Pvpanic};
 use devices::legacy::serial::{self, Serial};
 use devices::legacy::sleep::{self, SleepRegisters};
 use devices::memory::{GuestAddress, Memory};
+use devices::metrics::Meter;
 use devices::virtio::VirtioDevice;
 use devices::virtio::balloon::{Balloon, BalloonConfig, BalloonHandle};
 use devices::virtio::block::{Block, BlockConfig, RawFile};
@@ -63,6 +64,8 @@ pub struct Wiring<'a> {
     pub mmio: Arc<Bus>,
     /// The virtio devices, in the order in which the guest finds them.
     pub transports: Vec<(DeviceId, SharedTransport)>,
+    /// What counts beside the virtio devices: its kind, its name, its counts.
+    pub meters: Vec<(&'static str, &'static str, Meter)>,
     /// The lines to connect.
     pub lines: Vec<(Gsi, Event)>,
     /// The doorbells to connect.
@@ -85,6 +88,7 @@ impl<'a> Wiring<'a> {
             pio: Arc::default(),
             mmio: Arc::default(),
             transports: Vec::new(),
+            meters: Vec::new(),
             lines: Vec::new(),
             doorbells: Doorbells::default(),
         };
@@ -122,7 +126,11 @@ impl<'a> Wiring<'a> {
         observers: &Observers,
         console: ConsoleLog,
     ) -> Result<(), BuildError> {
+        self.meters.push(("bus", "ports", self.pio.clone()));
+        self.meters.push(("bus", "memory", self.mmio.clone()));
+        self.meters.push(("device", "console-log", Arc::new(console.clone())));
         let serial = Serial::new(self.line(layout::SERIAL_GSI)?, Box::new(console));
+        self.meters.push(("device", "serial", serial.meter()));
         self.port("serial", layout::SERIAL_PORT, serial::LEN, serial)?;
         let end = |outcome: Outcome| {
             let events = observers.events.clone();

@@ -109,7 +109,7 @@ fn start_with_kernel(place: &Place, api: &str, vsock: &str) -> harness::Ended {
 #[test]
 fn requests_to_a_vm_that_is_not_there() {
     let place = Place::new();
-    for request in ["info", "pause", "resume", "stop"] {
+    for request in ["info", "metrics", "pause", "resume", "stop"] {
         let ended = place.call([request, "--api-socket", "/no/api"]).end();
         ended.assert_refused(&["no VM answers", "/no/api", "No such file", "cube-vmm start"]);
     }

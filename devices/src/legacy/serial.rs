@@ -9,7 +9,6 @@ use std::cell::Cell;
 use std::convert::Infallible;
 use std::io;
 use std::mem;
-use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::{Arc, OnceLock};
 
 use serde::{Deserialize, Serialize};
@@ -21,6 +20,7 @@ use crate::bus::{AccessError, BusDevice};
 use crate::event::Event;
 use crate::ids::Gsi;
 use crate::irq::Interrupt;
+use crate::metrics::{Count, Meter, Metered, Metric};
 use crate::snapshot::{RestoreError, SaveError, Schema, Snapshot};
 
 /// First port of COM1.
@@ -61,20 +61,43 @@ impl Trigger for Line {
 /// What the UART tells of itself; outlives the UART, which a restore replaces.
 #[derive(Default)]
 struct Events {
-    lost: AtomicU64,
+    printed: Count,
+    lost: Count,
+    typed: Count,
     drained: OnceLock<Event>,
 }
 
 impl SerialEvents for Events {
     fn buffer_read(&self) {}
-    fn out_byte(&self) {}
+    fn out_byte(&self) {
+        self.printed.one();
+    }
     fn tx_lost_byte(&self) {
-        self.lost.fetch_add(1, Ordering::Relaxed);
+        self.lost.one();
     }
     fn in_buffer_empty(&self) {
         if let Some(drained) = self.drained.get() {
             drained.signal();
         }
+    }
+}
+
+impl Metered for Events {
+    fn metrics(&self) -> Vec<Metric> {
+        let lost = "Bytes of the guest's that the output refused";
+        vec![
+            Metric::counter(
+                "serial_printed_bytes_total",
+                "Bytes that the guest printed",
+                self.printed.get(),
+            ),
+            Metric::counter("serial_lost_bytes_total", lost, self.lost.get()),
+            Metric::counter(
+                "serial_typed_bytes_total",
+                "Bytes given to the guest",
+                self.typed.get(),
+            ),
+        ]
     }
 }
 
@@ -103,12 +126,19 @@ impl Serial {
     /// taken.
     pub fn enqueue_input(&mut self, input: &[u8]) -> usize {
         // A full FIFO is the only error there is.
-        self.0.enqueue_raw_bytes(input).unwrap_or(0)
+        let taken = self.0.enqueue_raw_bytes(input).unwrap_or(0);
+        self.0.events().typed.add(taken as u64);
+        taken
     }
 
     /// Bytes that the output refused.
     pub fn lost_output(&self) -> u64 {
-        self.0.events().lost.load(Ordering::Relaxed)
+        self.0.events().lost.get()
+    }
+
+    /// What it has printed, lost and been given; goes on through a restore.
+    pub fn meter(&self) -> Meter {
+        self.0.events().clone()
     }
 
     /// Once after a restore, when the interrupt controller is in place and before the vCPUs run:
@@ -235,7 +265,7 @@ impl SerialState {
 #[cfg(test)]
 mod tests {
     use std::sync::Mutex;
-    use std::sync::atomic::AtomicU32;
+    use std::sync::atomic::{AtomicU32, Ordering};
 
     use super::*;
     use crate::snapshot::Stateful;
@@ -321,6 +351,23 @@ mod tests {
         assert_eq!(serial.enqueue_input(&[7]), 0);
         assert_eq!(read(&mut serial, DATA), 7);
         assert_eq!(serial.enqueue_input(&[8, 9]), 1);
+    }
+
+    #[test]
+    fn bytes_are_counted_through_a_restore() {
+        let (mut serial, _, _) = port();
+        let meter = serial.meter();
+        let state = serial.save().unwrap();
+        serial.write(DATA, b"x").unwrap();
+        assert_eq!(serial.enqueue_input(b"abc"), 3);
+        serial.restore(state).unwrap();
+        serial.write(DATA, b"y").unwrap();
+        let counts: Vec<u64> = meter.metrics().iter().map(|metric| metric.value).collect();
+        assert_eq!(counts, [2, 0, 3]);
+        let mut stalled = Serial::new(counted().0, Box::new(Stalled));
+        let meter = stalled.meter();
+        stalled.write(DATA, b"x").unwrap();
+        assert_eq!(meter.metrics()[1].value, 1);
     }
 
     #[test]

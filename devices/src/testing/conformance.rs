@@ -1,5 +1,6 @@
 //! What every virtio device must stand, whatever it does.
 
+mod counts;
 mod hostile;
 mod life;
 mod registers;
@@ -55,6 +56,7 @@ impl<'a> Conformance<'a> {
         registers::check(self);
         hostile::check(self);
         life::check(self);
+        counts::check(self);
     }
 
     fn device(&self) -> Box<dyn VirtioDevice> {

@@ -27,6 +27,7 @@ use self::worker::{Role, Worker};
 use super::queue::ActiveQueue;
 use super::{Activation, DeviceType, Identity, StartError, VirtioDevice};
 use crate::executor::{ExecutorHandle, Running};
+use crate::metrics::Meter;
 use crate::snapshot::{RestoreError, SaveError, Schema, Snapshot};
 
 // --- configuration -----------------------------------------------------------------------------
@@ -118,6 +119,10 @@ impl VirtioDevice for Balloon {
             queue_sizes: QUEUE_SIZES,
             config_len: CONFIG_LEN,
         }
+    }
+
+    fn meter(&self) -> Option<Meter> {
+        Some(Arc::new(BalloonHandle::new(self.shared.clone())))
     }
 
     fn read_config(&self, offset: u64, data: &mut [u8]) {

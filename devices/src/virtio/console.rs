@@ -9,6 +9,7 @@
 //! driver has found the device.
 
 mod input;
+mod metrics;
 mod output;
 
 use std::io::{self, Read};
@@ -24,6 +25,7 @@ use super::{Activation, Chain, DeviceType, Identity, Notifier, StartError, Virti
 use crate::executor::{ExecutorHandle, Flow, Handler, Interest, Running, Sources};
 use crate::ids::Token;
 use crate::memory::{Bytes, Memory};
+use crate::metrics::{LOGGED_FAULTS, Meter};
 use crate::snapshot::{RestoreError, SaveError, Schema, Snapshot};
 
 // --- configuration -----------------------------------------------------------------------------
@@ -183,6 +185,10 @@ impl VirtioDevice for Console {
         }
     }
 
+    fn meter(&self) -> Option<Meter> {
+        Some(self.shared.clone())
+    }
+
     fn read_config(&self, offset: u64, data: &mut [u8]) {
         let size = self.shared.size.load(Ordering::Acquire);
         // One port; the emergency write reads as zero.
@@ -264,14 +270,7 @@ impl ConsoleHandle {
 
     /// What the console has done so far.
     pub fn counters(&self) -> ConsoleCounters {
-        let load = |counter: &AtomicU64| counter.load(Ordering::Relaxed);
-        ConsoleCounters {
-            printed_bytes: load(&self.shared.printed),
-            emergency_bytes: load(&self.shared.emergency),
-            dropped_bytes: load(&self.shared.dropped),
-            typed_bytes: load(&self.shared.typed),
-            guest_faults: load(&self.shared.guest_faults),
-        }
+        self.shared.counters()
     }
 }
 
@@ -398,8 +397,9 @@ impl Handler for Worker {
                 Flow::Continue
             }
             Err(fault) => {
-                tracing::warn!(%fault, "console stopped");
-                self.shared.guest_faults.fetch_add(1, Ordering::Relaxed);
+                if self.shared.guest_faults.fetch_add(1, Ordering::Relaxed) < LOGGED_FAULTS {
+                    tracing::warn!(%fault, "console stopped");
+                }
                 self.notifier.needs_reset();
                 Flow::Finished
             }

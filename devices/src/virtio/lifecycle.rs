@@ -17,6 +17,7 @@ use super::{Activation, Identity, Notifier, StartError, VirtioDevice, feature};
 use crate::bus::AccessError;
 use crate::ids::{DeviceId, QueueIndex};
 use crate::memory::{GuestAddress, Memory};
+use crate::metrics::Meter;
 
 /// Status bits (virtio 1.3, section 2.1).
 pub mod status {
@@ -103,6 +104,11 @@ impl Lifecycle {
     /// What the device is.
     pub fn identity(&self) -> &Identity {
         &self.identity
+    }
+
+    /// Where to read what the device counts, if it counts.
+    pub fn meter(&self) -> Option<Meter> {
+        self.device.meter()
     }
 
     /// The device's configuration changes and its wish to be reset.

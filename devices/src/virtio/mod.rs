@@ -35,6 +35,7 @@ use std::sync::atomic::{AtomicBool, AtomicU32, Ordering};
 
 use crate::irq::Interrupt;
 use crate::memory::Memory;
+use crate::metrics::Meter;
 use crate::snapshot::Stateful;
 pub use chain::{Chain, Segment};
 pub use queue::{ActiveQueue, QueueFault, QueueRecord};
@@ -188,6 +189,12 @@ pub enum StartError {
 pub trait VirtioDevice: Stateful + Send {
     /// What the device is.
     fn identity(&self) -> Identity;
+
+    /// Where to read what the device has counted, if it counts. All clones see the same counts,
+    /// which go on through reset, pause and restore.
+    fn meter(&self) -> Option<Meter> {
+        None
+    }
 
     /// Fills `data` from the configuration space. The transport has checked the bounds.
     fn read_config(&self, offset: u64, data: &mut [u8]);

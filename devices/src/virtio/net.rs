@@ -19,6 +19,7 @@ pub mod config;
 mod control;
 pub mod handle;
 pub mod header;
+mod metrics;
 mod pair;
 mod receive;
 pub mod tap;
@@ -42,6 +43,7 @@ pub use self::tap::{Offloads, Tap, TapError};
 use super::queue::ActiveQueue;
 use super::{Activation, DeviceType, Identity, StartError, VirtioDevice};
 use crate::executor::{ExecutorHandle, Running};
+use crate::metrics::Meter;
 use crate::snapshot::{RestoreError, SaveError, Schema, Snapshot};
 
 // --- configuration -----------------------------------------------------------------------------
@@ -292,6 +294,10 @@ impl VirtioDevice for Net {
             queue_sizes: QUEUE_SIZES.get(..count).unwrap_or(QUEUE_SIZES),
             config_len: CONFIG_LEN as u64,
         }
+    }
+
+    fn meter(&self) -> Option<Meter> {
+        Some(Arc::new(self.handle()))
     }
 
     fn read_config(&self, offset: u64, data: &mut [u8]) {

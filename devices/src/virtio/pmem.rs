@@ -20,7 +20,6 @@ mod changes;
 
 use std::io::{self, Read};
 use std::sync::Arc;
-use std::sync::atomic::{AtomicU64, Ordering};
 
 use serde::{Deserialize, Serialize};
 
@@ -31,6 +30,7 @@ use super::{Activation, Chain, DeviceType, Identity, Notifier, StartError, Virti
 use crate::executor::{ExecutorHandle, Flow, Handler, Interest, Running, Sources};
 use crate::ids::Token;
 use crate::memory::{GuestAddress, Memory};
+use crate::metrics::{Count, GUEST_FAULTS, LOGGED_FAULTS, Meter, Metered, Metric};
 use crate::snapshot::{RestoreError, SaveError, Schema, Snapshot};
 
 // --- configuration -----------------------------------------------------------------------------
@@ -60,25 +60,36 @@ pub struct PmemCounters(Arc<Counters>);
 
 #[derive(Debug, Default)]
 struct Counters {
-    flushes: AtomicU64,
-    refused: AtomicU64,
-    guest_faults: AtomicU64,
+    flushes: Count,
+    refused: Count,
+    guest_faults: Count,
 }
 
 impl PmemCounters {
     /// Flush requests that succeeded.
     pub fn flushes(&self) -> u64 {
-        self.0.flushes.load(Ordering::Relaxed)
+        self.0.flushes.get()
     }
 
     /// Requests that failed: unknown ones, and flushes of read-only memory.
     pub fn refused(&self) -> u64 {
-        self.0.refused.load(Ordering::Relaxed)
+        self.0.refused.get()
     }
 
     /// Times the driver broke the rules of its ring, so that the device had to be reset.
     pub fn guest_faults(&self) -> u64 {
-        self.0.guest_faults.load(Ordering::Relaxed)
+        self.0.guest_faults.get()
+    }
+}
+
+impl Metered for PmemCounters {
+    fn metrics(&self) -> Vec<Metric> {
+        let refused = "Requests that failed: unknown ones, and flushes of read-only memory";
+        vec![
+            Metric::counter("pmem_flushes_total", "Flushes that succeeded", self.flushes()),
+            Metric::counter("pmem_failed_requests_total", refused, self.refused()),
+            Metric::counter("pmem_guest_faults_total", GUEST_FAULTS, self.guest_faults()),
+        ]
     }
 }
 
@@ -122,6 +133,10 @@ impl VirtioDevice for Pmem {
             queue_sizes: QUEUE_SIZES,
             config_len: CONFIG_LEN as u64,
         }
+    }
+
+    fn meter(&self) -> Option<Meter> {
+        Some(Arc::new(self.counters()))
     }
 
     fn read_config(&self, offset: u64, data: &mut [u8]) {
@@ -173,7 +188,7 @@ impl Worker {
             let done = request == Request::Flush && !self.read_only;
             let counters = &self.counters.0;
             let counter = if done { &counters.flushes } else { &counters.refused };
-            counter.fetch_add(1, Ordering::Relaxed);
+            counter.one();
             let written = answer(&chain, self.queue.memory(), done);
             self.queue.complete(&chain, written)?;
         }
@@ -197,8 +212,9 @@ impl Handler for Worker {
                 Flow::Continue
             }
             Err(fault) => {
-                tracing::warn!(%fault, "persistent memory device stopped");
-                self.counters.0.guest_faults.fetch_add(1, Ordering::Relaxed);
+                if self.counters.0.guest_faults.one() < LOGGED_FAULTS {
+                    tracing::warn!(%fault, "persistent memory device stopped");
+                }
                 self.notifier.needs_reset();
                 Flow::Finished
             }

@@ -4,6 +4,7 @@
 //! this folder keeps the order below: configuration, device, worker, parsers, state, tests.
 
 use std::io;
+use std::sync::Arc;
 
 use serde::{Deserialize, Serialize};
 
@@ -12,6 +13,7 @@ use super::{Activation, Chain, DeviceType, Identity, Notifier, StartError, Virti
 use crate::executor::{ExecutorHandle, Flow, Handler, Interest, Running, Sources};
 use crate::ids::Token;
 use crate::memory::{Bytes, Memory};
+use crate::metrics::{Count, GUEST_FAULTS, LOGGED_FAULTS, Meter, Metered, Metric};
 use crate::snapshot::{RestoreError, SaveError, Schema, Snapshot};
 
 // --- configuration -----------------------------------------------------------------------------
@@ -35,17 +37,41 @@ pub fn host_entropy(buffer: &mut [u8]) -> io::Result<()> {
 
 // --- device ------------------------------------------------------------------------------------
 
+#[derive(Default)]
+struct Counters {
+    requests: Count,
+    bytes: Count,
+    failures: Count,
+    guest_faults: Count,
+}
+
+impl Metered for Counters {
+    fn metrics(&self) -> Vec<Metric> {
+        vec![
+            Metric::counter("rng_requests_total", "Requests answered", self.requests.get()),
+            Metric::counter("rng_bytes_total", "Random bytes given to the guest", self.bytes.get()),
+            Metric::counter(
+                "rng_failures_total",
+                "Requests cut short because the host's generator failed",
+                self.failures.get(),
+            ),
+            Metric::counter("rng_guest_faults_total", GUEST_FAULTS, self.guest_faults.get()),
+        ]
+    }
+}
+
 /// The device as the transport holds it.
 pub struct Rng {
     executor: ExecutorHandle,
     entropy: Entropy,
+    counters: Arc<Counters>,
     worker: Option<Running<Worker>>,
 }
 
 impl Rng {
     /// A device whose worker runs on `executor`.
     pub fn new(executor: ExecutorHandle, entropy: Entropy) -> Self {
-        Self { executor, entropy, worker: None }
+        Self { executor, entropy, counters: Arc::default(), worker: None }
     }
 }
 
@@ -59,6 +85,10 @@ impl VirtioDevice for Rng {
         }
     }
 
+    fn meter(&self) -> Option<Meter> {
+        Some(self.counters.clone())
+    }
+
     fn read_config(&self, _offset: u64, data: &mut [u8]) {
         data.fill(0);
     }
@@ -66,7 +96,8 @@ impl VirtioDevice for Rng {
     fn start(&mut self, mut activation: Activation) -> Result<(), StartError> {
         let queue = activation.take_queue(0)?;
         let notifier = activation.notifier;
-        let worker = Worker { queue, notifier, entropy: self.entropy };
+        let (entropy, counters) = (self.entropy, self.counters.clone());
+        let worker = Worker { queue, notifier, entropy, counters };
         let running = self.executor.run(worker).map_err(|no| StartError::Executor(no.error))?;
         self.worker = Some(running);
         Ok(())
@@ -88,6 +119,7 @@ struct Worker {
     queue: ActiveQueue,
     notifier: Notifier,
     entropy: Entropy,
+    counters: Arc<Counters>,
 }
 
 impl Worker {
@@ -98,7 +130,13 @@ impl Worker {
                 self.queue.notify()?;
                 return self.queue.enable_notification();
             };
-            let written = fill(&chain, self.queue.memory(), self.entropy);
+            let filled = fill(&chain, self.queue.memory(), self.entropy);
+            let written = filled.unwrap_or_else(|short| {
+                self.counters.failures.one();
+                short
+            });
+            self.counters.requests.one();
+            self.counters.bytes.add(u64::from(written));
             self.queue.complete(&chain, written)?;
         }
         self.queue.notify()?;
@@ -121,7 +159,9 @@ impl Handler for Worker {
                 Flow::Continue
             }
             Err(fault) => {
-                tracing::warn!(%fault, "entropy device stopped");
+                if self.counters.guest_faults.one() < LOGGED_FAULTS {
+                    tracing::warn!(%fault, "entropy device stopped");
+                }
                 self.notifier.needs_reset();
                 Flow::Finished
             }
@@ -131,8 +171,9 @@ impl Handler for Worker {
 
 // --- requests ----------------------------------------------------------------------------------
 
-/// Fills the writable part of `chain`, up to [`MAX_REQUEST`]; how many bytes it wrote.
-fn fill(chain: &Chain, memory: &Memory, entropy: Entropy) -> u32 {
+/// Fills the writable part of `chain`, up to [`MAX_REQUEST`]; how many bytes it wrote, as an error
+/// if the host's generator has failed.
+fn fill(chain: &Chain, memory: &Memory, entropy: Entropy) -> Result<u32, u32> {
     let mut writer = chain.writer(memory);
     let mut bytes = [0; 4096];
     let mut left = MAX_REQUEST;
@@ -141,11 +182,11 @@ fn fill(chain: &Chain, memory: &Memory, entropy: Entropy) -> u32 {
         let filled = entropy(piece).is_ok() && memory.write_slice(piece, segment.address).is_ok();
         if !filled {
             // The driver asks again for what it did not get.
-            return writer.written().saturating_sub(segment.len);
+            return Err(writer.written().saturating_sub(segment.len));
         }
         left -= piece.len();
     }
-    writer.written()
+    Ok(writer.written())
 }
 
 // --- state -------------------------------------------------------------------------------------

@@ -24,6 +24,7 @@
 
 mod complaints;
 mod connection;
+mod counters;
 mod credit;
 mod greeting;
 mod handle;
@@ -51,6 +52,7 @@ use self::worker::Worker;
 use super::queue::ActiveQueue;
 use super::{Activation, DeviceType, Identity, StartError, VirtioDevice};
 use crate::executor::{ExecutorError, ExecutorHandle, Running};
+use crate::metrics::Meter;
 use crate::snapshot::{RestoreError, SaveError, Schema, Snapshot};
 
 // --- configuration -----------------------------------------------------------------------------
@@ -207,6 +209,10 @@ impl VirtioDevice for Vsock {
             queue_sizes: QUEUE_SIZES,
             config_len: 8,
         }
+    }
+
+    fn meter(&self) -> Option<Meter> {
+        Some(self.shared.clone())
     }
 
     fn read_config(&self, offset: u64, data: &mut [u8]) {

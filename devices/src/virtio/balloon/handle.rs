@@ -6,6 +6,7 @@ use std::time::{Duration, Instant};
 
 use super::request::{PAGE_SIZE, Stats};
 use crate::event::Event;
+use crate::metrics::{GUEST_FAULTS, Metered, Metric};
 use crate::virtio::Notifier;
 
 /// What the balloon has done since it was made. Pages are of 4 KiB.
@@ -46,8 +47,9 @@ pub(super) struct Counters {
     pub(super) guest_faults: AtomicU64,
 }
 
-pub(super) fn count(counter: &AtomicU64, amount: u64) {
-    counter.fetch_add(amount, Ordering::Relaxed);
+/// Adds; what it was before.
+pub(super) fn count(counter: &AtomicU64, amount: u64) -> u64 {
+    counter.fetch_add(amount, Ordering::Relaxed)
 }
 
 /// The way to a driver that is there.
@@ -210,5 +212,53 @@ impl BalloonHandle {
             statistics: load(&counters.statistics),
             guest_faults: load(&counters.guest_faults),
         }
+    }
+}
+
+impl Metered for BalloonHandle {
+    fn metrics(&self) -> Vec<Metric> {
+        let done = self.counters();
+        let counter = Metric::counter;
+        vec![
+            Metric::gauge(
+                "balloon_target_bytes",
+                "Bytes that the host wants from the guest",
+                self.target_bytes(),
+            ),
+            Metric::gauge(
+                "balloon_actual_bytes",
+                "Bytes that the guest says are in the balloon",
+                self.actual_bytes(),
+            ),
+            counter("balloon_inflated_pages_total", "Pages put in", done.inflated_pages),
+            counter("balloon_deflated_pages_total", "Pages taken out", done.deflated_pages),
+            counter(
+                "balloon_reported_bytes_total",
+                "Bytes that the guest reported as free",
+                done.reported_bytes,
+            ),
+            counter(
+                "balloon_released_bytes_total",
+                "Bytes given back to the host, from the balloon and from reports",
+                done.released_bytes,
+            ),
+            counter(
+                "balloon_refused_pages_total",
+                "Pages put in or reported that are not guest memory",
+                done.refused_pages,
+            ),
+            counter(
+                "balloon_kept_bytes_total",
+                "Bytes that were offered and could not be given back",
+                done.kept_bytes,
+            ),
+            counter(
+                "balloon_malformed_requests_total",
+                "Requests with a length that makes no sense",
+                done.malformed_requests,
+            ),
+            counter("balloon_statistics_total", "Statistics that came", done.statistics),
+            counter("balloon_guest_faults_total", GUEST_FAULTS, done.guest_faults),
+        ]
     }
 }

@@ -4,8 +4,8 @@ use super::*;
 use crate::executor::Executor;
 use crate::memory::{Bytes, GuestAddress, GuestMemoryBackend, Memory};
 use crate::testing::{
-    Buffer, Conformance, GuestDriver, HIGH_RAM, HOLE, PATIENCE, RAM_SIZE, eventually, register,
-    snapshot_roundtrip,
+    Buffer, Conformance, GuestDriver, HIGH_RAM, HOLE, PATIENCE, RAM_SIZE, eventually, metric,
+    register, snapshot_roundtrip,
 };
 use crate::virtio::feature::VERSION_1;
 
@@ -179,6 +179,11 @@ fn memory_comes_back_when_the_guest_touches_it() {
     send_pages(&mut driver, INFLATE, &[HIGH_PFN]);
     send_pages(&mut driver, DEFLATE, &[HIGH_PFN]);
     assert_eq!(handle.counters().deflated_pages, 1);
+    handle.set_target(3 * PAGE_SIZE);
+    let counted = ["balloon_inflated_pages_total", "balloon_deflated_pages_total"];
+    assert_eq!(counted.map(|name| metric(&handle, name)), [1, 1]);
+    assert_eq!(metric(&handle, "balloon_released_bytes_total"), PAGE_SIZE);
+    assert_eq!(metric(&handle, "balloon_target_bytes"), 3 * PAGE_SIZE);
     driver.memory().write_slice(&[1, 2], HIGH_RAM).unwrap();
     assert_eq!(driver.bytes(HIGH_RAM, 3), [1, 2, 0]);
 }

@@ -12,6 +12,7 @@ use super::request::{MAX_STATS_LEN, PAGE_SIZE, PFN_LEN, Stats, runs};
 use crate::executor::{Flow, Handler, Interest, Sources};
 use crate::ids::{QueueIndex, Token};
 use crate::memory::Memory;
+use crate::metrics::LOGGED_FAULTS;
 use crate::virtio::chain::ChainReader;
 use crate::virtio::queue::{ActiveQueue, QueueFault};
 use crate::virtio::{Chain, Notifier};
@@ -173,8 +174,9 @@ impl Handler for Worker {
                 Flow::Continue
             }
             Err(fault) => {
-                tracing::warn!(%fault, "balloon stopped");
-                count(&self.shared.counters.guest_faults, 1);
+                if count(&self.shared.counters.guest_faults, 1) < LOGGED_FAULTS {
+                    tracing::warn!(%fault, "balloon stopped");
+                }
                 self.shared.disconnect();
                 self.notifier.needs_reset();
                 Flow::Finished

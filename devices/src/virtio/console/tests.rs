@@ -3,7 +3,7 @@ use crate::event::Event;
 use crate::executor::Executor;
 use crate::memory::GuestAddress;
 use crate::testing::{
-    Buffer, Conformance, GuestDriver, HIGH_RAM, PATIENCE, RAM_SIZE, eventually, register,
+    Buffer, Conformance, GuestDriver, HIGH_RAM, PATIENCE, RAM_SIZE, eventually, metric, register,
     snapshot_roundtrip,
 };
 
@@ -125,6 +125,10 @@ fn what_is_typed_arrives_in_order() {
     assert_eq!(handle.input().write(b"pwd\n"), 4);
     assert_eq!(typed(&mut driver, 4), b"pwd\n");
     assert_eq!(handle.counters().typed_bytes, 7);
+    let meter = driver.transport().lifecycle().meter().unwrap();
+    assert_eq!(metric(&*meter, "console_typed_bytes_total"), 7);
+    print(&mut driver, b"four");
+    assert_eq!(metric(&*meter, "console_printed_bytes_total"), 4);
 }
 
 #[test]

@@ -143,7 +143,7 @@ impl Handler for Control {
                 Flow::Continue
             }
             Err(fault) => {
-                tracing::warn!(%fault, "network card stopped");
+                self.shared.guest_fault(&format_args!("stopped: {fault}"));
                 self.notifier.needs_reset();
                 Flow::Finished
             }

@@ -14,6 +14,7 @@ use super::feature;
 use super::tap::{HEADER_LEN, Moved, Offloads, Tap};
 use super::vectors::Gather;
 use crate::event::Event;
+use crate::metrics::LOGGED_FAULTS;
 use crate::rate_limiter::{RateLimit, RateLimiter};
 use crate::virtio::Notifier;
 
@@ -72,7 +73,7 @@ counters! {
     tx_blocked,
     /// Times that frames had to wait for the rate limit.
     tx_throttled,
-    /// Faulty frames, buffers and commands.
+    /// Faulty frames, buffers and commands, and rings that cost the driver its card.
     guest_faults,
     /// Times that the interface went down or away.
     link_losses,
@@ -88,9 +89,6 @@ pub(super) fn add(counter: &AtomicU64, number: usize) -> u64 {
 }
 
 // --- shared state ------------------------------------------------------------------------------
-
-/// Faults of the guest that are logged per card; the later ones are only counted.
-const LOGGED_FAULTS: u64 = 8;
 
 pub(super) struct Shared {
     /// One per queue pair.

@@ -327,7 +327,7 @@ impl Handler for Pair {
 
     fn handle(&mut self, token: Token, sources: &mut Sources<'_, '_>) -> Flow {
         if let Err(fault) = self.serve(token) {
-            tracing::warn!(%fault, "network card stopped");
+            self.shared.guest_fault(&format_args!("stopped: {fault}"));
             self.notifier.needs_reset();
             return Flow::Finished;
         }

@@ -3,7 +3,7 @@ use proptest::prelude::*;
 use super::*;
 use crate::executor::Executor;
 use crate::memory::Bytes;
-use crate::testing::{Buffer, Conformance, GuestDriver, ram, snapshot_roundtrip};
+use crate::testing::{Buffer, Conformance, GuestDriver, metric, ram, snapshot_roundtrip};
 use crate::virtio::rng::{Rng, host_entropy};
 
 const START: u64 = 1 << 32;
@@ -77,6 +77,22 @@ fn a_flush_of_read_only_memory_tells_that_its_writes_are_gone() {
     driver.initialize();
     exchange(&mut driver, &0u32.to_le_bytes(), u32::MAX);
     assert_eq!((counters.flushes(), counters.refused()), (0, 1));
+}
+
+#[test]
+fn flushes_and_failures_are_counted() {
+    let executor = Executor::spawn("pmem").unwrap();
+    let pmem = device(executor.handle(), &backing(4096, false));
+    let meter = pmem.meter().unwrap();
+    let mut driver = GuestDriver::new(Box::new(pmem));
+    driver.initialize();
+    flush(&mut driver);
+    exchange(&mut driver, &1u32.to_le_bytes(), u32::MAX);
+    driver.reset();
+    driver.initialize();
+    flush(&mut driver);
+    assert_eq!(metric(&*meter, "pmem_flushes_total"), 2);
+    assert_eq!(metric(&*meter, "pmem_failed_requests_total"), 1);
 }
 
 #[test]

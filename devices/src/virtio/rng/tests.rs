@@ -1,6 +1,6 @@
 use super::*;
 use crate::executor::Executor;
-use crate::testing::{Buffer, Conformance, GuestDriver, snapshot_roundtrip};
+use crate::testing::{Buffer, Conformance, GuestDriver, metric, snapshot_roundtrip};
 
 fn sevens(buffer: &mut [u8]) -> io::Result<()> {
     buffer.fill(7);
@@ -87,4 +87,23 @@ fn the_host_generator_fills_differently_each_time() {
 fn a_record_comes_back() {
     let executor = Executor::spawn("rng").unwrap();
     snapshot_roundtrip(|| Rng::new(executor.handle(), sevens), |_| {});
+}
+
+#[test]
+fn requests_bytes_and_failures_are_counted() {
+    let executor = Executor::spawn("rng").unwrap();
+    let counts = |entropy, requests: &[&[u32]]| {
+        let device = Rng::new(executor.handle(), entropy);
+        let meter = device.meter().unwrap();
+        let mut driver = GuestDriver::new(Box::new(device));
+        for lens in requests {
+            driver.initialize();
+            request(&mut driver, lens);
+            driver.reset();
+        }
+        ["rng_requests_total", "rng_bytes_total", "rng_failures_total"]
+            .map(|name| metric(&*meter, name))
+    };
+    assert_eq!(counts(sevens, &[&[100, 20], &[3]]), [2, 123, 0]);
+    assert_eq!(counts(exhausted, &[&[100]]), [1, 0, 1]);
 }

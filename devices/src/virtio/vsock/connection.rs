@@ -166,6 +166,11 @@ impl Connection {
         }
     }
 
+    /// True if one side has said that it is done, so that the end is in order.
+    pub fn is_ending(&self) -> bool {
+        self.guest_done & NO_SEND != 0 || self.host_done_told == NO_MORE
+    }
+
     // --- host side -----------------------------------------------------------------------------
 
     /// What the socket should be watched for. `None` for nothing: a socket that was hung up would

@@ -11,7 +11,9 @@ use std::sync::mpsc::{Receiver, RecvTimeoutError, SyncSender, TrySendError, sync
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::time::{Duration, Instant};
 
+use super::counters::Counters;
 use crate::event::Event;
+use crate::metrics::{Metered, Metric};
 
 /// How long [`VsockHandle::connect`] waits for the guest's answer.
 pub const CONNECT_TIMEOUT: Duration = Duration::from_secs(10);
@@ -60,6 +62,7 @@ struct Inbox {
 
 /// What handles and the device share.
 pub(super) struct Shared {
+    pub(super) counters: Counters,
     wake: Event,
     inbox: Mutex<Inbox>,
 }
@@ -68,7 +71,7 @@ impl Shared {
     pub(super) fn new() -> io::Result<Self> {
         let inbox =
             Inbox { phase: Phase::Undriven, requests: Vec::new(), listeners: HashMap::new() };
-        Ok(Self { wake: Event::new()?, inbox: Mutex::new(inbox) })
+        Ok(Self { counters: Counters::default(), wake: Event::new()?, inbox: Mutex::new(inbox) })
     }
 
     fn inbox(&self) -> MutexGuard<'_, Inbox> {
@@ -119,6 +122,12 @@ impl Shared {
             return None;
         }
         Some(offered)
+    }
+}
+
+impl Metered for Shared {
+    fn metrics(&self) -> Vec<Metric> {
+        self.counters.metrics()
     }
 }
 

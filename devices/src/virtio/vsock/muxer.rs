@@ -4,17 +4,20 @@
 //! each kind per connection; refusals of what is no connection by [`MAX_STRAYS`], beyond which
 //! the guest's packets stay on its ring.
 
+mod to_guest;
+
 use std::collections::{HashMap, VecDeque};
 use std::io;
 use std::os::unix::net::UnixStream;
 use std::time::Instant;
 
 use super::complaints::Complaints;
-use super::connection::{Connection, Filled, Stage};
+use super::connection::{Connection, Stage};
+use super::counters::Counters;
 use super::credit::BUF_ALLOC;
 use super::greeting::Answer;
 use super::host::Endpoints;
-use super::packet::{HEADER_LEN, HOST_CID, Header, MAX_PAYLOAD, Op, Payload, STREAM};
+use super::packet::{HOST_CID, Header, MAX_PAYLOAD, Op, Payload, STREAM};
 use crate::executor::Interest;
 use crate::memory::Memory;
 use crate::virtio::Chain;
@@ -86,6 +89,10 @@ impl Muxer {
         }
     }
 
+    fn counters(&self) -> &Counters {
+        &self.endpoints.shared.counters
+    }
+
     /// The host port to try first for the next connection.
     pub fn next_host_port(&self) -> u32 {
         self.next_host_port
@@ -131,8 +138,7 @@ impl Muxer {
             };
             match entry.connection.stage() {
                 Stage::Connecting { deadline, .. } if *deadline <= now => {
-                    entry.connection.reset(io::ErrorKind::TimedOut);
-                    self.settle(slot);
+                    self.break_off(slot, io::ErrorKind::TimedOut);
                 }
                 Stage::Connecting { .. } => self.has_deadlines = true,
                 _ => {}
@@ -168,6 +174,7 @@ impl Muxer {
         let entry = Entry { key: Some(key), born: self.births, connection };
         *self.slots.get_mut(slot as usize)? = Some(entry);
         self.keys.insert(key, slot);
+        self.count_connections();
         self.settle(slot);
         Some(slot)
     }
@@ -205,9 +212,46 @@ impl Muxer {
         if entry.connection.in_ready {
             self.ready.retain(|&other| other != slot);
         }
-        entry.connection.reset(kind);
+        self.reset(&mut entry.connection, kind);
         self.touched.push(slot);
         self.free.push(slot);
+        self.count_connections();
+    }
+
+    fn count_connections(&self) {
+        let count = self.slots.len().saturating_sub(self.free.len());
+        self.counters().connections.set(count as u64);
+    }
+
+    /// Ends a connection out of order.
+    fn reset(&self, connection: &mut Connection, kind: io::ErrorKind) {
+        self.count_break(connection);
+        connection.reset(kind);
+    }
+
+    /// Counts that a connection ends out of order, if it does.
+    fn count_break(&self, connection: &Connection) {
+        match connection.stage() {
+            Stage::Connecting { .. } => {
+                self.counters().refused.one();
+            }
+            Stage::Open if !connection.is_ending() => {
+                self.counters().reset.one();
+            }
+            Stage::Open | Stage::Draining | Stage::Reset => {}
+        }
+    }
+
+    /// Ends the connection in `slot` out of order; both sides hear of it.
+    fn break_off(&mut self, slot: u32, kind: io::ErrorKind) {
+        let Some(mut entry) = self.slots.get_mut(slot as usize).and_then(Option::take) else {
+            return;
+        };
+        self.reset(&mut entry.connection, kind);
+        if let Some(place) = self.slots.get_mut(slot as usize) {
+            *place = Some(entry);
+        }
+        self.settle(slot);
     }
 
     fn unlink(&mut self, entry: &mut Entry) {
@@ -251,6 +295,7 @@ impl Muxer {
     /// Begins a connection to `port` of the guest.
     pub fn connect(&mut self, port: u32, socket: UnixStream, answer: Answer, deadline: Instant) {
         if !self.make_room() {
+            self.counters().refused.one();
             return answer.refused(io::ErrorKind::ConnectionRefused);
         }
         let host = self.new_host_port();
@@ -300,10 +345,7 @@ impl Muxer {
 
     /// `slot` cannot be watched: the host is out of resources.
     pub fn cannot_watch(&mut self, slot: u32) {
-        if let Some(entry) = self.entry(slot) {
-            entry.connection.reset(io::ErrorKind::OutOfMemory);
-            self.settle(slot);
-        }
+        self.break_off(slot, io::ErrorKind::OutOfMemory);
     }
 
     // --- from the guest ------------------------------------------------------------------------
@@ -316,14 +358,14 @@ impl Muxer {
     /// Takes one packet of the guest. Makes one stray at most.
     pub fn receive(&mut self, chain: &Chain, memory: &Memory) {
         let Some(header) = Header::read(chain, memory) else {
-            return self.complaints.log("packet shorter than its header");
+            return self.drop_packet("packet shorter than its header");
         };
         if header.src_cid != self.guest_cid {
             // An answer would not reach the sender, whoever that is.
-            return self.complaints.log("packet from a foreign address");
+            return self.drop_packet("packet from a foreign address");
         }
         if header.dst_cid != HOST_CID || header.socket_type != STREAM {
-            self.complaints.log("packet to a foreign address or of an unknown type");
+            self.drop_packet("packet to a foreign address or of an unknown type");
             return self.refuse(&header);
         }
         let payload = Payload { chain, memory };
@@ -332,15 +374,28 @@ impl Muxer {
         let key = Key { host: header.dst_port, guest: header.src_port };
         match (op, self.keys.get(&key).copied()) {
             (Some(Op::Request), None) => self.request(key, &header),
-            (_, None) => self.refuse(&header),
+            (_, None) => self.stray(&header),
             (Some(Op::Request), Some(slot)) => self.request_again(slot, key, &header),
             (Some(Op::Reset), Some(slot)) => self.guest_reset(slot),
             (Some(op), Some(slot)) => self.deliver(slot, op, &header, &payload),
             (None, Some(slot)) => {
-                self.complaints.log("packet of unknown operation or false length");
-                self.end(slot);
+                self.drop_packet("packet of unknown operation or false length");
+                self.break_off(slot, io::ErrorKind::ConnectionReset);
             }
         }
+    }
+
+    fn drop_packet(&mut self, why: &'static str) {
+        self.counters().dropped_packets.one();
+        self.complaints.log(why);
+    }
+
+    /// A packet to no connection. One that says just that is in order.
+    fn stray(&mut self, header: &Header) {
+        if header.op != Op::Reset as u16 {
+            self.counters().dropped_packets.one();
+        }
+        self.refuse(header);
     }
 
     fn refuse(&mut self, header: &Header) {
@@ -364,8 +419,12 @@ impl Muxer {
             Some(socket) => {
                 let connection = Connection::to_host(key.host, socket, header);
                 self.insert(key, connection);
+                self.counters().opened.one();
             }
-            None => self.refuse(header),
+            None => {
+                self.counters().refused.one();
+                self.refuse(header);
+            }
         }
     }
 
@@ -377,8 +436,8 @@ impl Muxer {
             self.remove(slot, io::ErrorKind::ConnectionReset);
             self.request(key, header);
         } else {
-            self.complaints.log("request for a connection that exists");
-            self.end(slot);
+            self.drop_packet("request for a connection that exists");
+            self.break_off(slot, io::ErrorKind::ConnectionReset);
         }
     }
 
@@ -386,6 +445,7 @@ impl Muxer {
         let Some(Some(mut entry)) = self.slots.get_mut(slot as usize).map(Option::take) else {
             return;
         };
+        self.count_break(&entry.connection);
         if entry.connection.guest_reset() {
             // The guest may use the ports anew.
             self.unlink(&mut entry);
@@ -400,96 +460,24 @@ impl Muxer {
         let Some(entry) = self.entry(slot) else {
             return;
         };
-        match entry.connection.receive(op, header, payload) {
-            Ok(()) => self.settle(slot),
+        let before = matches!(entry.connection.stage(), Stage::Connecting { .. });
+        let received = entry.connection.receive(op, header, payload);
+        let opened = before && matches!(entry.connection.stage(), Stage::Open);
+        match received {
+            Ok(()) => {
+                let counters = self.counters();
+                if opened {
+                    counters.opened.one();
+                }
+                if op == Op::Data {
+                    counters.sent_bytes.add(u64::from(header.len));
+                }
+                self.settle(slot);
+            }
             Err(violation) => {
-                self.complaints.log(violation.0);
-                self.end(slot);
+                self.drop_packet(violation.0);
+                self.break_off(slot, io::ErrorKind::ConnectionReset);
             }
-        }
-    }
-
-    fn end(&mut self, slot: u32) {
-        if let Some(entry) = self.entry(slot) {
-            entry.connection.reset(io::ErrorKind::ConnectionReset);
-            self.settle(slot);
-        }
-    }
-
-    // --- to the guest --------------------------------------------------------------------------
-
-    /// True if a receive buffer could be used.
-    pub fn has_packets(&self) -> bool {
-        !(self.strays.is_empty() && self.control.is_empty() && self.ready.is_empty())
-    }
-
-    /// Fills one receive buffer; with how many bytes. `None` if there was nothing to send after
-    /// all.
-    pub fn produce(&mut self, chain: &Chain, memory: &Memory) -> Option<u32> {
-        if let Some(header) = self.next_control() {
-            return Some(if header.write(chain, memory) { HEADER_LEN as u32 } else { 0 });
-        }
-        // Ends: a connection that gives nothing leaves the list.
-        while let Some(slot) = self.ready.pop_front() {
-            let Some(entry) = self.entry(slot) else {
-                continue;
-            };
-            entry.connection.in_ready = false;
-            let (filled, key) = (entry.connection.fill(chain, memory), entry.key);
-            let header = match (filled, key) {
-                (Filled::Data(len), Some(key)) => {
-                    let fwd_cnt = entry.connection.tell_credit();
-                    Some(Header { len, fwd_cnt, ..self.header(key, Op::Data) })
-                }
-                _ => None,
-            };
-            // To the end of the list if there is more, for the others' sake.
-            self.settle(slot);
-            match header {
-                Some(header) if header.write(chain, memory) => {
-                    return Some((HEADER_LEN as u32).saturating_add(header.len));
-                }
-                None if filled == Filled::Nothing => {}
-                _ => return Some(0),
-            }
-        }
-        None
-    }
-
-    fn next_control(&mut self) -> Option<Header> {
-        if let Some(stray) = self.strays.pop_front() {
-            return Some(stray);
-        }
-        while let Some(slot) = self.control.pop_front() {
-            let Some(entry) = self.entry(slot) else {
-                continue;
-            };
-            entry.connection.in_control = false;
-            let header = match (entry.connection.next_packet(), entry.key) {
-                (Some((op, flags)), Some(key)) => {
-                    let fwd_cnt = entry.connection.tell_credit();
-                    Some(Header { flags, fwd_cnt, ..self.header(key, op) })
-                }
-                _ => None,
-            };
-            self.settle(slot);
-            if header.is_some() {
-                return header;
-            }
-        }
-        None
-    }
-
-    fn header(&self, key: Key, op: Op) -> Header {
-        Header {
-            src_cid: HOST_CID,
-            dst_cid: self.guest_cid,
-            src_port: key.host,
-            dst_port: key.guest,
-            socket_type: STREAM,
-            op: op as u16,
-            buf_alloc: BUF_ALLOC,
-            ..Header::default()
         }
     }
 }

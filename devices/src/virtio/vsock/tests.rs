@@ -1,6 +1,7 @@
 //! The device as a whole, with a driver in guest memory, an event loop and real sockets.
 
 mod conforms;
+mod counts;
 mod driver;
 mod hostile;
 mod lifecycle;

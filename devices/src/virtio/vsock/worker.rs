@@ -210,6 +210,7 @@ impl Worker {
     fn fault(&mut self, fault: &QueueFault, sources: &mut Sources<'_, '_>) {
         self.complaints.log(format_args!("stopped: {fault}"));
         self.broken = true;
+        self.shared.counters.guest_faults.one();
         self.muxer.clear(io::ErrorKind::ConnectionReset);
         self.shared.set_phase(Phase::Undriven);
         for token in [RX, TX, EVENT] {

@@ -5,7 +5,7 @@ use std::sync::atomic::{AtomicBool, Ordering};
 use super::bench::{Bench, Peer, TX, config, expect_idle, frame, packet};
 use crate::ids::DeviceId;
 use crate::memory::{Bytes, GuestAddress};
-use crate::testing::{Buffer, HIGH_RAM, HOLE};
+use crate::testing::{Buffer, HIGH_RAM, HOLE, metric};
 use crate::virtio::net::feature;
 
 #[test]
@@ -18,6 +18,9 @@ fn a_frame_is_sent_as_it_is() {
     let counters = bench.handle.counters();
     assert_eq!((counters.tx_frames, counters.tx_dropped), (5, 0));
     assert_eq!(counters.tx_bytes, 14 + 60 + 1514 + 9014 + 65_550);
+    assert_eq!(metric(&bench.handle, "net_sent_frames_total"), 5);
+    assert_eq!(metric(&bench.handle, "net_sent_bytes_total"), counters.tx_bytes);
+    assert_eq!(metric(&bench.handle, "net_received_frames_total"), 0);
 }
 
 /// H-11: header and frame in pieces of any size, and both memories.
