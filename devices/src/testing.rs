@@ -32,6 +32,8 @@
 
 mod conformance;
 mod driver;
+#[cfg(test)]
+mod readme;
 mod stub;
 
 use std::sync::Arc;
@@ -39,7 +41,7 @@ use std::sync::atomic::{AtomicU32, Ordering};
 use std::time::{Duration, Instant};
 
 pub use self::conformance::{Conformance, conformance};
-pub use self::driver::{Buffer, Descriptor, GuestDriver, Used, flags, register};
+pub use self::driver::{Buffer, Descriptor, GuestDriver, Kind, Used, flags, register};
 pub use self::stub::{
     Call, STUB_CONFIG_LEN, STUB_FEATURES, STUB_QUEUES, Stub, StubDesk, StubState,
 };

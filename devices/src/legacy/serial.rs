@@ -333,7 +333,7 @@ mod tests {
     }
 
     #[test]
-    fn a_stalled_sink_costs_bytes_and_nothing_else() {
+    fn h33_a_stalled_sink_costs_bytes_and_nothing_else() {
         let (line, count) = counted();
         let mut serial = Serial::new(line, Box::new(Stalled));
         serial.write(ENABLE, &[INTERRUPT_THR_EMPTY]).unwrap();
@@ -345,7 +345,7 @@ mod tests {
     }
 
     #[test]
-    fn input_is_bounded_by_the_fifo_and_the_rest_is_reported() {
+    fn h33_input_is_bounded_by_the_fifo_and_the_rest_is_reported() {
         let (mut serial, _, _) = port();
         assert_eq!(serial.enqueue_input(&[7; 100]), FIFO_SIZE);
         assert_eq!(serial.enqueue_input(&[7]), 0);

@@ -51,7 +51,12 @@ struct Slot {
     id: DeviceId,
     function: Box<dyn PciFunction>,
     window: Option<Window>,
+    /// Times that the guest put the window where it cannot be.
+    misplaced: u32,
 }
+
+/// Misplaced windows that are logged per function.
+const LOGGED_MISPLACEMENTS: u32 = 8;
 
 /// The bus with its functions.
 pub struct PciRoot {
@@ -90,7 +95,7 @@ impl PciRoot {
     ) -> Result<u8, SlotError> {
         let number = self.free_slot()?;
         if let Some(slot) = self.slots.get_mut(usize::from(number)) {
-            *slot = Some(Slot { id, function, window: None });
+            *slot = Some(Slot { id, function, window: None, misplaced: 0 });
         }
         Ok(number)
     }
@@ -155,7 +160,10 @@ impl PciRoot {
                 bus.insert(slot.id.as_str(), window.base, window.len, window.device.clone());
             if let Err(error) = &placed {
                 // The guest's own doing; the window answers nowhere until it is moved again.
-                tracing::warn!(device = %slot.id, %error, "PCI window not placed");
+                slot.misplaced = slot.misplaced.saturating_add(1);
+                if slot.misplaced <= LOGGED_MISPLACEMENTS {
+                    tracing::warn!(device = %slot.id, %error, "PCI window not placed");
+                }
             }
             placed.is_ok()
         });

@@ -3,11 +3,20 @@
 mod counts;
 mod hostile;
 mod life;
+mod lines;
 mod registers;
+mod stimuli;
 
-use super::driver::GuestDriver;
+use std::cell::Cell;
+use std::time::Duration;
+
+use super::driver::{GuestDriver, Kind};
+use super::ram;
 use crate::executor::{Executor, ExecutorHandle};
 use crate::virtio::VirtioDevice;
+
+/// Time that a device which may keep a chain has to show that it does not.
+const GRACE: Duration = Duration::from_millis(5);
 
 type Make<'a> = Box<dyn Fn(ExecutorHandle) -> Box<dyn VirtioDevice> + 'a>;
 type Exercise<'a> = Box<dyn Fn(&mut GuestDriver) + 'a>;
@@ -22,18 +31,23 @@ pub struct Conformance<'a> {
     make: Make<'a>,
     exercise: Exercise<'a>,
     answers: Vec<u16>,
+    kind: Cell<Kind>,
     executor: Executor,
+    thread: String,
 }
 
 impl<'a> Conformance<'a> {
     /// Checks devices from `make`. Each call must give a device that a record of another one can
     /// be restored into.
     pub fn new(make: impl Fn(ExecutorHandle) -> Box<dyn VirtioDevice> + 'a) -> Self {
+        let thread = lines::thread_name();
         Self {
             make: Box::new(make),
             exercise: Box::new(|_| {}),
             answers: Vec::new(),
-            executor: Executor::spawn("conformance").unwrap(),
+            kind: Cell::new(Kind::Mmio),
+            executor: Executor::spawn(&thread).unwrap(),
+            thread,
         }
     }
 
@@ -51,12 +65,21 @@ impl<'a> Conformance<'a> {
         self
     }
 
-    /// Runs all checks.
+    /// Runs all checks, over either transport.
     pub fn run(&self) {
-        registers::check(self);
-        hostile::check(self);
-        life::check(self);
-        counts::check(self);
+        for kind in [Kind::Mmio, Kind::Pci] {
+            self.kind.set(kind);
+            registers::check(self);
+            hostile::check(self);
+            stimuli::check(self);
+            life::check(self);
+            lines::check(self);
+            counts::check(self);
+        }
+    }
+
+    fn kind(&self) -> Kind {
+        self.kind.get()
     }
 
     fn device(&self) -> Box<dyn VirtioDevice> {
@@ -65,7 +88,7 @@ impl<'a> Conformance<'a> {
 
     /// A driver with a fresh device.
     fn driver(&self) -> GuestDriver {
-        GuestDriver::new(self.device())
+        GuestDriver::over(self.kind(), self.device(), ram())
     }
 
     /// A driver with a live device.

@@ -1,106 +1,26 @@
 //! A driver without a guest: it does with registers and rings what Linux does, and what it never
 //! would.
 
+mod face;
+mod parts;
+
 use std::collections::{HashMap, VecDeque};
 use std::sync::atomic::Ordering;
 
+use self::face::Face;
+pub use self::face::Kind;
+pub(super) use self::face::{mmio, pci};
+use self::parts::descriptor;
+pub use self::parts::{Buffer, Descriptor, Used, flags, register};
 use super::{IrqLog, PATIENCE, eventually, ram};
-use crate::bus::{AccessError, BusDevice};
-use crate::ids::DeviceId;
+use crate::bus::AccessError;
 use crate::memory::{Bytes, GuestAddress, Memory};
-use crate::snapshot::{Record, RestoreError, Stateful};
+use crate::pci::PciFunction;
+use crate::snapshot::{Record, RestoreError, SaveError};
 use crate::virtio::VirtioDevice;
 use crate::virtio::feature;
-use crate::virtio::lifecycle::status;
+use crate::virtio::lifecycle::{Lifecycle, status};
 use crate::virtio::mmio::{MmioTransport, QUEUE_NOTIFY};
-
-/// Offsets of MMIO registers (virtio 1.3, section 4.2.2).
-pub mod register {
-    #![allow(missing_docs)]
-    pub const MAGIC: u64 = 0x00;
-    pub const VERSION: u64 = 0x04;
-    pub const DEVICE_ID: u64 = 0x08;
-    pub const VENDOR_ID: u64 = 0x0c;
-    pub const DEVICE_FEATURES: u64 = 0x10;
-    pub const DEVICE_FEATURES_SELECT: u64 = 0x14;
-    pub const DRIVER_FEATURES: u64 = 0x20;
-    pub const DRIVER_FEATURES_SELECT: u64 = 0x24;
-    pub const QUEUE_SELECT: u64 = 0x30;
-    pub const QUEUE_SIZE_MAX: u64 = 0x34;
-    pub const QUEUE_SIZE: u64 = 0x38;
-    pub const QUEUE_READY: u64 = 0x44;
-    pub const INTERRUPT_STATUS: u64 = 0x60;
-    pub const INTERRUPT_ACK: u64 = 0x64;
-    pub const STATUS: u64 = 0x70;
-    pub const QUEUE_DESC: u64 = 0x80;
-    pub const QUEUE_AVAIL: u64 = 0x90;
-    pub const QUEUE_USED: u64 = 0xa0;
-    pub const CONFIG_GENERATION: u64 = 0xfc;
-    pub const CONFIG: u64 = 0x100;
-}
-
-/// Descriptor flags (virtio 1.3, section 2.7.5).
-pub mod flags {
-    /// Another descriptor follows.
-    pub const NEXT: u16 = 1;
-    /// The device writes.
-    pub const WRITE: u16 = 2;
-    /// A table of descriptors.
-    pub const INDIRECT: u16 = 4;
-}
-
-/// A buffer to put into a chain.
-#[derive(Clone, Copy, Debug)]
-pub struct Buffer {
-    address: GuestAddress,
-    len: u32,
-    writable: bool,
-}
-
-impl Buffer {
-    /// One that the device reads.
-    pub fn readable(address: GuestAddress, len: u32) -> Self {
-        Self { address, len, writable: false }
-    }
-
-    /// One that the device writes.
-    pub fn writable(address: GuestAddress, len: u32) -> Self {
-        Self { address, len, writable: true }
-    }
-}
-
-/// A descriptor as it stands in a table, well-formed or not.
-#[derive(Clone, Copy, Debug, Default)]
-pub struct Descriptor {
-    /// Guest address.
-    pub address: u64,
-    /// Bytes.
-    pub len: u32,
-    /// Of [`flags`].
-    pub flags: u16,
-    /// The next descriptor.
-    pub next: u16,
-}
-
-impl Descriptor {
-    fn bytes(self) -> [u8; 16] {
-        let mut bytes = [0; 16];
-        bytes[..8].copy_from_slice(&self.address.to_le_bytes());
-        bytes[8..12].copy_from_slice(&self.len.to_le_bytes());
-        bytes[12..14].copy_from_slice(&self.flags.to_le_bytes());
-        bytes[14..].copy_from_slice(&self.next.to_le_bytes());
-        bytes
-    }
-}
-
-/// An entry of the used ring.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub struct Used {
-    /// Head of the chain.
-    pub head: u16,
-    /// Bytes that the device says it has written.
-    pub len: u32,
-}
 
 /// One queue as the driver sees it.
 struct Ring {
@@ -129,7 +49,7 @@ const HEAP_END: u64 = 0x80_0000;
 /// A driver, the transport it drives and the memory that both see.
 pub struct GuestDriver {
     memory: Memory,
-    transport: MmioTransport,
+    face: Face,
     irq: IrqLog,
     rings: Vec<Ring>,
     heap: u64,
@@ -144,28 +64,64 @@ impl GuestDriver {
 
     /// The same in other memory, which must have RAM from 1 to 8 MiB.
     pub fn with_memory(device: Box<dyn VirtioDevice>, memory: Memory) -> Self {
+        Self::over(Kind::Mmio, device, memory)
+    }
+
+    /// The same over either transport.
+    pub fn over(kind: Kind, device: Box<dyn VirtioDevice>, memory: Memory) -> Self {
         let irq = IrqLog::new();
-        let transport = transport(device, &memory, &irq);
-        Self { memory, transport, irq, rings: Vec::new(), heap: HEAP, event_idx: false }
+        let face = Face::new(kind, device, &memory, &irq);
+        Self { memory, face, irq, rings: Vec::new(), heap: HEAP, event_idx: false }
     }
 
     // --- registers ---
 
-    /// A register.
+    /// A register, by its MMIO offset on both transports.
     pub fn read(&mut self, offset: u64) -> u32 {
-        let mut data = [0; 4];
-        self.transport.read(offset, &mut data).unwrap();
-        u32::from_le_bytes(data)
+        self.face.read(offset).unwrap()
     }
 
     /// Writes a register; the bus would swallow a refusal.
     pub fn write(&mut self, offset: u64, value: u32) -> Result<(), AccessError> {
-        self.transport.write(offset, &value.to_le_bytes())
+        self.face.write(offset, value)
     }
 
-    /// The transport, for accesses of other sizes.
+    /// Which transport this is.
+    pub fn kind(&self) -> Kind {
+        self.face.kind()
+    }
+
+    /// The MMIO transport, for accesses of other sizes. Panics over PCI.
     pub fn transport(&mut self) -> &mut MmioTransport {
-        &mut self.transport
+        match &mut self.face {
+            Face::Mmio(transport) => transport,
+            Face::Pci(_) => panic!("this driver drives PCI"),
+        }
+    }
+
+    /// The device's life.
+    pub fn lifecycle<R>(&mut self, act: impl FnOnce(&mut Lifecycle) -> R) -> R {
+        self.face.with(act)
+    }
+
+    /// Bytes of the window that the registers are in.
+    pub fn window(&self) -> u64 {
+        self.face.window()
+    }
+
+    /// Any access to that window, of any size.
+    pub fn window_read(&mut self, offset: u64, data: &mut [u8]) -> Result<(), AccessError> {
+        self.face.window_read(offset, data)
+    }
+
+    /// Any access to that window, of any size.
+    pub fn window_write(&mut self, offset: u64, data: &[u8]) -> Result<(), AccessError> {
+        self.face.window_write(offset, data)
+    }
+
+    /// The function's configuration registers. Panics over MMIO.
+    pub fn function(&mut self) -> &mut dyn PciFunction {
+        self.face.function().expect("this driver drives MMIO")
     }
 
     /// The device status.
@@ -191,13 +147,37 @@ impl GuestDriver {
     /// Reads a piece of the configuration space.
     pub fn config(&mut self, offset: u64, len: usize) -> Vec<u8> {
         let mut data = vec![0; len];
-        self.transport.read(register::CONFIG + offset, &mut data).unwrap();
+        self.read_config(offset, &mut data).unwrap();
         data
+    }
+
+    /// Any read of the configuration space.
+    pub fn read_config(&mut self, offset: u64, data: &mut [u8]) -> Result<(), AccessError> {
+        let start = self.face.config();
+        self.face.window_read(start.saturating_add(offset), data)
+    }
+
+    /// Any write to the configuration space.
+    pub fn write_config(&mut self, offset: u64, data: &[u8]) -> Result<(), AccessError> {
+        let start = self.face.config();
+        self.face.window_write(start.saturating_add(offset), data)
     }
 
     /// Number of queues of the device.
     pub fn queue_count(&mut self) -> u16 {
-        self.transport.lifecycle().identity().queue_sizes.len() as u16
+        self.lifecycle(|life| life.identity().queue_sizes.len()) as u16
+    }
+
+    /// Entries of queue `index`.
+    pub fn queue_size(&mut self, index: u16) -> u16 {
+        self.lifecycle(|life| life.queue_size(index))
+    }
+
+    /// What was agreed on.
+    pub fn accepted(&mut self) -> u64 {
+        self.lifecycle(|life| {
+            u64::from(life.accepted_features(0)) | u64::from(life.accepted_features(1)) << 32
+        })
     }
 
     // --- set-up ---
@@ -375,7 +355,7 @@ impl GuestDriver {
 
     /// Rings the doorbell of queue `index`, as KVM does.
     pub fn kick(&mut self, index: u16) {
-        self.transport.doorbells()[usize::from(index)].event.signal();
+        self.face.doorbell(index).signal();
     }
 
     /// Notifies by the register, as without KVM's doorbells. Any index.
@@ -449,17 +429,22 @@ impl GuestDriver {
 
     /// Stops the device, as for a pause of the VM.
     pub fn pause(&mut self) {
-        self.transport.lifecycle().pause();
+        self.lifecycle(Lifecycle::pause);
     }
 
     /// Lets it go on.
     pub fn resume(&mut self) {
-        self.transport.lifecycle().resume();
+        self.lifecycle(Lifecycle::resume);
     }
 
     /// The transport's record. Only while paused or before DRIVER_OK.
     pub fn save(&self) -> Record {
-        self.transport.save_record().unwrap()
+        self.try_save().unwrap()
+    }
+
+    /// The transport's record, if it can be had now.
+    pub fn try_save(&self) -> Result<Record, SaveError> {
+        self.face.save()
     }
 
     /// Puts `device`, restored from `record`, in the place of the old one, on the same memory. A
@@ -469,29 +454,7 @@ impl GuestDriver {
         device: Box<dyn VirtioDevice>,
         record: Record,
     ) -> Result<(), RestoreError> {
-        let mut transport = transport(device, &self.memory, &self.irq);
-        transport.restore_record(record)?;
-        self.transport = transport;
+        self.face = self.face.restored(device, record, &self.memory, &self.irq)?;
         Ok(())
-    }
-}
-
-pub(super) fn transport(
-    device: Box<dyn VirtioDevice>,
-    memory: &Memory,
-    irq: &IrqLog,
-) -> MmioTransport {
-    let id = DeviceId::new("test");
-    MmioTransport::new(id, device, memory.clone(), &irq.interrupt()).unwrap()
-}
-
-fn descriptor(buffer: &Buffer, next: Option<u16>) -> Descriptor {
-    let write = if buffer.writable { flags::WRITE } else { 0 };
-    let more = if next.is_some() { flags::NEXT } else { 0 };
-    Descriptor {
-        address: buffer.address.0,
-        len: buffer.len,
-        flags: write | more,
-        next: next.unwrap_or(0),
     }
 }

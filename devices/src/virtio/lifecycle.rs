@@ -195,7 +195,9 @@ impl Lifecycle {
         match self.active_queues(&self.queues, self.driver_features) {
             Ok(queues) => self.start(queues),
             Err(fault) => {
-                tracing::warn!(device = %self.id, %fault, "device not started");
+                if self.notifier.may_complain() {
+                    tracing::warn!(device = %self.id, %fault, "device not started");
+                }
                 self.notifier.needs_reset();
             }
         }
@@ -230,7 +232,9 @@ impl Lifecycle {
             Ok(()) => self.phase = Phase::Live,
             Err(error) => {
                 let cause = error.source().map(ToString::to_string).unwrap_or_default();
-                tracing::error!(device = %self.id, %error, cause, "device not started");
+                if self.notifier.may_complain() {
+                    tracing::error!(device = %self.id, %error, cause, "device not started");
+                }
                 self.phase = Phase::Idle;
                 self.notifier.needs_reset();
             }

@@ -92,13 +92,39 @@ pub struct Identity {
 pub struct Notifier {
     needs_reset: Arc<AtomicBool>,
     generation: Arc<AtomicU32>,
+    complaints: Arc<AtomicU32>,
     interrupt: Interrupt,
 }
+
+/// Faults of its guest that are logged in the life of a device; the later ones are not.
+const LOGGED_FAULTS: u32 = 8;
 
 impl Notifier {
     /// `interrupt` is the transport's configuration interrupt.
     pub fn new(interrupt: Interrupt) -> Self {
-        Self { needs_reset: Arc::default(), generation: Arc::default(), interrupt }
+        Self {
+            needs_reset: Arc::default(),
+            generation: Arc::default(),
+            complaints: Arc::default(),
+            interrupt,
+        }
+    }
+
+    /// The device cannot go on, because of what its guest did: [`Notifier::needs_reset`], with a line
+    /// in the log. A guest that does it again and again gets only so many lines, resets or not. Any
+    /// thread.
+    pub fn gives_up(&self, device: &'static str, fault: impl std::fmt::Display) {
+        if self.may_complain() {
+            tracing::warn!(%fault, "{device} stopped");
+        }
+        self.needs_reset();
+    }
+
+    /// True the first few times in the life of the device: there may be a line in the log.
+    pub fn may_complain(&self) -> bool {
+        let seen = &self.complaints;
+        let count = |seen: u32| (seen < LOGGED_FAULTS).then_some(seen + 1);
+        seen.fetch_update(Ordering::Relaxed, Ordering::Relaxed, count).is_ok()
     }
 
     /// The device cannot go on until the driver resets it (virtio 1.3, section 2.1.2). Any thread.
@@ -221,3 +247,6 @@ pub trait VirtioDevice: Stateful + Send {
     /// Forgets what the driver set up. Only called on a stopped device.
     fn reset(&mut self);
 }
+
+#[cfg(test)]
+mod hostile;

@@ -2,7 +2,7 @@
 
 use super::Conformance;
 use crate::bus::{AccessError, BusDevice};
-use crate::testing::driver::{GuestDriver, register};
+use crate::testing::driver::{GuestDriver, Kind, register};
 use crate::testing::{HIGH_RAM, HOLE, RAM_SIZE};
 use crate::virtio::feature;
 use crate::virtio::lifecycle::status;
@@ -12,8 +12,10 @@ const CONFIG_CHANGE: u32 = 2;
 
 pub(super) fn check(conformance: &Conformance<'_>) {
     identity(&mut conformance.driver());
-    access_sizes(&mut conformance.driver());
-    unknown_registers(&mut conformance.driver());
+    if conformance.kind() == Kind::Mmio {
+        access_sizes(&mut conformance.driver());
+        unknown_registers(&mut conformance.driver());
+    }
     features_before_their_time(&mut conformance.driver());
     features_not_offered(conformance);
     features_are_frozen(&mut conformance.driver());
@@ -34,12 +36,14 @@ fn refused(result: Result<(), AccessError>) {
 }
 
 fn identity(driver: &mut GuestDriver) {
-    assert_eq!(driver.read(register::MAGIC), 0x7472_6976);
-    assert_eq!(driver.read(register::VERSION), 2);
+    if driver.kind() == Kind::Mmio {
+        assert_eq!(driver.read(register::MAGIC), 0x7472_6976);
+        assert_eq!(driver.read(register::VERSION), 2);
+    }
     assert_ne!(driver.read(register::DEVICE_ID), 0, "0 says that there is no device");
     assert_eq!(driver.status(), 0);
     assert_eq!(driver.read(register::INTERRUPT_STATUS), 0);
-    let sizes = driver.transport().lifecycle().identity().queue_sizes;
+    let sizes = driver.lifecycle(|life| life.identity().queue_sizes);
     for (index, size) in sizes.iter().enumerate() {
         assert!(size.is_power_of_two() && *size <= 32768);
         driver.write(register::QUEUE_SELECT, index as u32).unwrap();
@@ -120,7 +124,7 @@ fn features_are_frozen(driver: &mut GuestDriver) {
         refused(driver.write(register::DRIVER_FEATURES, 0));
         refused(driver.write(register::DRIVER_FEATURES, u32::MAX));
     }
-    assert_eq!(driver.transport().lifecycle().accepted_features(1), 1);
+    assert_eq!(driver.accepted() >> 32, 1);
 }
 
 fn status_only_grows(conformance: &Conformance<'_>) {
@@ -173,6 +177,9 @@ fn queues_that_do_not_exist(driver: &mut GuestDriver) {
     assert!(driver.negotiate(feature::VERSION_1));
     let count = u32::from(driver.queue_count());
     for select in [count, count + 1, 0xffff, 0x1_0000, u32::MAX] {
+        if driver.kind() == Kind::Pci && select > 0xffff {
+            continue;
+        }
         driver.write(register::QUEUE_SELECT, select).unwrap();
         assert_eq!(driver.read(register::QUEUE_SIZE_MAX), 0);
         assert_eq!(driver.read(register::QUEUE_READY), 0);
@@ -200,10 +207,10 @@ fn queue_sizes(driver: &mut GuestDriver) {
         if max < 32768 {
             refused(driver.write(register::QUEUE_SIZE, 32768));
         }
-        let size = driver.transport().lifecycle().queue_size(index);
+        let size = driver.queue_size(index);
         assert_eq!(u32::from(size), max, "a refused size was taken");
         driver.write(register::QUEUE_SIZE, 1).unwrap();
-        assert_eq!(driver.transport().lifecycle().queue_size(index), 1);
+        assert_eq!(driver.queue_size(index), 1);
     }
 }
 
@@ -288,7 +295,7 @@ fn misaligned_rings(driver: &mut GuestDriver) {
 }
 
 fn config_space(driver: &mut GuestDriver) {
-    let len = driver.transport().lifecycle().identity().config_len;
+    let len = driver.lifecycle(|life| life.identity().config_len);
     let whole = driver.config(0, len as usize);
     for size in [1, 2, 4, 8] {
         for offset in 0..len.saturating_sub(size) + 1 {
@@ -301,14 +308,16 @@ fn config_space(driver: &mut GuestDriver) {
         for offset in past.into_iter().filter(|offset| offset + size > len) {
             let mut data = [0; 8];
             let data = &mut data[..size as usize];
-            let transport = driver.transport();
-            assert!(transport.read(register::CONFIG + offset, data).is_err());
-            refused(transport.write(register::CONFIG + offset, data));
+            if driver.kind() == Kind::Pci && offset > 0x1000 {
+                continue;
+            }
+            assert!(driver.read_config(offset, data).is_err());
+            refused(driver.write_config(offset, data));
         }
     }
     if len > 0 {
         // Nobody drives the device yet.
-        refused(driver.transport().write(register::CONFIG, &[0xff]));
+        refused(driver.write_config(0, &[0xff]));
     }
     assert!(len <= REGION_SIZE - register::CONFIG);
     let generation = driver.read(register::CONFIG_GENERATION);

@@ -110,9 +110,9 @@ fn conformance() -> Conformance<'static> {
         .exercise(|driver| {
             fill_high(driver.memory());
             send_pages(driver, INFLATE, &[HIGH_PFN + 2, HIGH_PFN + 1]);
-            let accepted = driver.transport().lifecycle().accepted_features(0);
+            let accepted = driver.accepted();
             let mut expected = [7, 0, 0, 7];
-            if u64::from(accepted) & feature::PAGE_REPORTING != 0 {
+            if accepted & feature::PAGE_REPORTING != 0 {
                 report(driver, &[(HIGH_PFN + 3, 1)]);
                 expected[3] = 0;
             }

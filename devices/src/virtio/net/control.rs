@@ -105,11 +105,11 @@ impl Control {
                 true
             }
             Command::SetPairs(pairs) if shared.has(feature::MQ) => {
-                (1..=self.usable).contains(&pairs) && host(shared.set_pairs(pairs))
+                (1..=self.usable).contains(&pairs) && self.host(shared.set_pairs(pairs))
             }
             Command::SetOffloads(offloads) if shared.has(feature::CTRL_GUEST_OFFLOADS) => {
                 let negotiated = shared.features() & feature::GUEST_OFFLOADS;
-                let done = offloads & !negotiated == 0 && host(shared.set_offloads(offloads));
+                let done = offloads & !negotiated == 0 && self.host(shared.set_offloads(offloads));
                 if done {
                     self.chosen_offloads = Some(offloads);
                 }
@@ -118,14 +118,16 @@ impl Control {
             _ => false,
         }
     }
-}
 
-/// Whether the host has done it.
-fn host(result: io::Result<()>) -> bool {
-    if let Err(error) = &result {
-        tracing::warn!(%error, "network card: the interface refuses what the guest wants");
+    /// Whether the host has done it.
+    fn host(&self, result: io::Result<()>) -> bool {
+        if let Err(error) = &result
+            && self.notifier.may_complain()
+        {
+            tracing::warn!(%error, "network card: the interface refuses what the guest wants");
+        }
+        result.is_ok()
     }
-    result.is_ok()
 }
 
 impl Handler for Control {

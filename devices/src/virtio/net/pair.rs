@@ -333,8 +333,7 @@ impl Handler for Pair {
         }
         if let Err(error) = self.update_sources(sources) {
             // The TAP, a timer: without them this pair is deaf.
-            tracing::error!(%error, "network card stopped");
-            self.notifier.needs_reset();
+            self.notifier.gives_up("network card", error);
             return Flow::Finished;
         }
         Flow::Continue

@@ -25,7 +25,7 @@ fn a_frame_is_sent_as_it_is() {
 
 /// H-11: header and frame in pieces of any size, and both memories.
 #[test]
-fn a_frame_in_pieces_is_sent_as_one() {
+fn h11_a_frame_in_pieces_is_sent_as_one() {
     let mut bench = Bench::new();
     let whole = packet(200, 5);
     for size in [1, 2, 5, 11, 12, 13, 211] {
@@ -138,7 +138,7 @@ fn with_header(flags: u8, kind: u8, words: [u16; 4], len: usize) -> Vec<u8> {
 }
 
 #[test]
-fn headers_that_point_outside_of_the_frame_are_dropped() {
+fn h44_headers_that_point_outside_of_the_frame_are_dropped() {
     let mut bench = Bench::new();
     let tcp = [54, 1448, 34, 16];
     for (name, packet) in [
@@ -159,7 +159,7 @@ fn headers_that_point_outside_of_the_frame_are_dropped() {
 }
 
 #[test]
-fn frames_that_are_none_are_dropped() {
+fn h45_frames_that_are_none_are_dropped() {
     let mut bench = Bench::new();
     for (name, packet) in [
         ("one byte", vec![0; 1]),
@@ -207,7 +207,7 @@ fn the_host_gets_no_more_of_the_header_than_has_a_meaning() {
 
 /// H-10: what is checked is what is sent, whatever another vCPU writes meanwhile.
 #[test]
-fn a_header_that_changes_meanwhile_is_sent_as_it_was_checked() {
+fn h10_a_header_that_changes_meanwhile_is_sent_as_it_was_checked() {
     let mut bench = Bench::new();
     let good = with_header(1, 0, [0, 0, 34, 16], 60);
     let bad = with_header(0xff, 0xff, [0xffff; 4], 60);
@@ -236,7 +236,7 @@ fn a_header_that_changes_meanwhile_is_sent_as_it_was_checked() {
 
 /// H-12: one bad piece among many, and nothing is sent.
 #[test]
-fn a_chain_with_a_bad_piece_sends_nothing() {
+fn h12_a_chain_with_a_bad_piece_sends_nothing() {
     let mut bench = Bench::new();
     let buffer = bench.driver.alloc(4096);
     let mut pieces: Vec<_> =
