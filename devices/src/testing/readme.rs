@@ -1,7 +1,7 @@
 //! The tables of `README.md` are kept: each device names tests, and these exist.
 
 use std::fs;
-use std::path::{Path, PathBuf};
+use std::path::Path;
 
 const README: &str = include_str!("../../README.md");
 
@@ -31,7 +31,8 @@ fn has_test(path: &Path, name: &str) -> bool {
 }
 
 fn check(heading: &str, folder: &str) {
-    let folder = PathBuf::from(env!("CARGO_MANIFEST_DIR")).join("src").join(folder);
+    let root = Path::new(env!("CARGO_MANIFEST_DIR")).join("src");
+    let folder = root.join(folder);
     let rows = table(heading);
     assert!(rows.len() >= 5, "{heading}: {} rows", rows.len());
     for row in rows {
@@ -42,7 +43,7 @@ fn check(heading: &str, folder: &str) {
             assert!(has_test(&folder.join(file), name), "{device}: there is no test {test}");
         }
         let source = names(device).last().copied().unwrap();
-        let source = folder.parent().unwrap().join(source);
+        let source = root.join(source);
         assert!(source.exists(), "{device}: there is no {}", source.display());
     }
 }
@@ -65,8 +66,8 @@ fn every_transport_names_tests_that_exist() {
 #[test]
 fn every_device_of_the_source_has_a_row() {
     let rows: String = table("### virtio\n").into_iter().map(|row| row[0].to_owned()).collect();
-    for entry in fs::read_dir(PathBuf::from(env!("CARGO_MANIFEST_DIR")).join("src/virtio")).unwrap()
-    {
+    let folder = Path::new(env!("CARGO_MANIFEST_DIR")).join("src/virtio");
+    for entry in fs::read_dir(folder).unwrap() {
         let path = entry.unwrap().path();
         let name = path.file_name().unwrap().to_str().unwrap();
         let text = if path.is_file() { fs::read_to_string(&path).unwrap() } else { String::new() };

@@ -30,8 +30,8 @@ const WINDOW: u64 = 0xc000_0000;
 
 /// The registers.
 pub(crate) enum Face {
-    Mmio(MmioTransport),
-    Pci(Pci),
+    Mmio(Box<MmioTransport>),
+    Pci(Box<Pci>),
 }
 
 /// A function and what is behind its window.
@@ -172,8 +172,8 @@ fn capability(function: &mut VirtioFunction, id: u8) -> u16 {
 impl Face {
     pub fn new(kind: Kind, device: Box<dyn VirtioDevice>, memory: &Memory, irq: &IrqLog) -> Self {
         match kind {
-            Kind::Mmio => Face::Mmio(mmio(device, memory, irq)),
-            Kind::Pci => Face::Pci(Pci::new(pci(device, memory, irq))),
+            Kind::Mmio => Face::Mmio(Box::new(mmio(device, memory, irq))),
+            Kind::Pci => Face::Pci(Box::new(Pci::new(pci(device, memory, irq)))),
         }
     }
 
@@ -275,7 +275,7 @@ impl Face {
     ) -> Result<Self, RestoreError> {
         match self {
             Face::Mmio(_) => {
-                let mut transport = mmio(device, memory, irq);
+                let mut transport = Box::new(mmio(device, memory, irq));
                 transport.restore_record(record)?;
                 Ok(Face::Mmio(transport))
             }
@@ -286,7 +286,7 @@ impl Face {
                 let mut function = VirtioFunction::new(transport.clone(), WINDOW);
                 let saved = old.function.save_record().unwrap();
                 function.restore_record(saved)?;
-                Ok(Face::Pci(Pci { transport, function, isr: old.isr }))
+                Ok(Face::Pci(Box::new(Pci { transport, function, isr: old.isr })))
             }
         }
     }

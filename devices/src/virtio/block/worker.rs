@@ -226,8 +226,7 @@ impl Handler for Worker {
         match self.serve() {
             Ok(()) => Flow::Continue,
             Err(fault) => {
-                tracing::warn!(%fault, "block device stopped");
-                self.notifier.needs_reset();
+                self.notifier.gives_up("block device", fault);
                 Flow::Finished
             }
         }
