@@ -32,6 +32,7 @@
 
 mod conformance;
 mod driver;
+mod fuzz;
 #[cfg(test)]
 mod readme;
 mod stub;
@@ -42,6 +43,7 @@ use std::time::{Duration, Instant};
 
 pub use self::conformance::{Conformance, conformance};
 pub use self::driver::{Buffer, Descriptor, GuestDriver, Kind, Used, flags, register};
+pub use self::fuzz::{FuzzRing, fuzz};
 pub use self::stub::{
     Call, STUB_CONFIG_LEN, STUB_FEATURES, STUB_QUEUES, Stub, StubDesk, StubState,
 };

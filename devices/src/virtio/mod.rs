@@ -249,4 +249,6 @@ pub trait VirtioDevice: Stateful + Send {
 }
 
 #[cfg(test)]
+mod fuzz;
+#[cfg(test)]
 mod hostile;

@@ -119,4 +119,18 @@ mod tests {
             assert!(text.parse::<PmemConfig>().is_err(), "{text}");
         }
     }
+
+    #[test]
+    fn fuzz_disk_and_pmem_options() {
+        let corpus = ["path=/a/b.img,id=data,ro", "ro,path=/a.img", "path=x,id=a-b_c", "path=a=b"];
+        let corpus = corpus.map(|text| text.as_bytes().to_vec());
+        devices::testing::fuzz("disk and pmem options", &corpus, |input| {
+            let text = String::from_utf8_lossy(input);
+            let (disk, pmem) = (text.parse::<DiskConfig>(), text.parse::<PmemConfig>());
+            assert_eq!(disk.is_ok(), pmem.is_ok());
+            let Ok(disk) = disk else { return 0 };
+            assert!(!disk.path.as_os_str().is_empty() && disk.id.len() <= 20);
+            1 + usize::from(disk.read_only) + 2 * disk.id.len()
+        });
+    }
 }

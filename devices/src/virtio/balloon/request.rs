@@ -196,4 +196,31 @@ mod tests {
             prop_assert_eq!(Stats::parse(&array) != Stats::default(), known);
         }
     }
+
+    #[test]
+    fn fuzz_balloon_pages() {
+        let corpus = [array(&[9, 7, 8, 3, u32::MAX]), array(&[0; 64]), vec![1, 2, 3]];
+        crate::testing::fuzz("balloon pages", &corpus, |input| {
+            let runs = runs(input);
+            let mut end = None;
+            for run in &runs {
+                assert!(run.pages > 0 && end.is_none_or(|end| u64::from(run.first) > end));
+                end = Some(u64::from(run.first) + u64::from(run.pages));
+                assert!(run.start().checked_add(run.len()).is_some());
+            }
+            let pages: u64 = runs.iter().map(|run| u64::from(run.pages)).sum();
+            assert!(pages <= (input.len() / PFN_LEN) as u64);
+            (runs.len(), pages)
+        });
+    }
+
+    #[test]
+    fn fuzz_balloon_statistics() {
+        let one = [&[5, 0][..], &[7; 8]].concat();
+        crate::testing::fuzz("balloon statistics", &[one.repeat(3), one], |input| {
+            let stats = Stats::parse(input);
+            assert!(input.len() >= STAT_LEN || stats == Stats::default());
+            [stats.free, stats.total, stats.swap_in, stats.direct_reclaims].map(|it| it.is_some())
+        });
+    }
 }

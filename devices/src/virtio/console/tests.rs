@@ -1,11 +1,13 @@
 use super::*;
 use crate::event::Event;
 use crate::executor::Executor;
+use crate::irq::Interrupt;
 use crate::memory::GuestAddress;
 use crate::testing::{
     Buffer, Conformance, GuestDriver, HIGH_RAM, PATIENCE, RAM_SIZE, eventually, metric, register,
     snapshot_roundtrip,
 };
+use crate::testing::{FuzzRing, fuzz};
 
 const RECEIVE: u16 = 0;
 const TRANSMIT: u16 = 1;
@@ -311,4 +313,29 @@ fn a_record_comes_back() {
             console.shared.set_size(ConsoleConfig { columns: 1, rows: 2 });
         },
     );
+}
+
+#[test]
+fn fuzz_console_request() {
+    let (mut out, mut typed) = (FuzzRing::new(), FuzzRing::new());
+    let output = ConsoleOutput::new(4096);
+    let executor = Executor::spawn("console").unwrap();
+    let (console, handle) = device(executor.handle());
+    let mut worker = Worker {
+        receive: typed.queue(RECEIVE),
+        transmit: out.queue(TRANSMIT),
+        capacity: output.capacity(),
+        output,
+        input: console.input.clone(),
+        shared: console.shared.clone(),
+        notifier: Notifier::new(Interrupt::none()),
+    };
+    fuzz("console request", &FuzzRing::seeds(b"hello\n"), |input| {
+        handle.input().write(b"typed");
+        out.offer(input);
+        typed.offer(input);
+        let printed = worker.print_all().map_err(|fault| fault.to_string().len() % 16);
+        let typed = worker.type_all().map_err(|fault| fault.to_string().len() % 16);
+        (printed, typed)
+    });
 }

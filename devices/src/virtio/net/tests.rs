@@ -4,6 +4,7 @@
 mod bench;
 mod conformance;
 mod control;
+mod fuzz;
 mod host;
 mod kernel;
 mod link;

@@ -2,8 +2,10 @@ use proptest::prelude::*;
 
 use super::*;
 use crate::executor::Executor;
+use crate::irq::Interrupt;
 use crate::memory::Bytes;
 use crate::testing::{Buffer, Conformance, GuestDriver, metric, ram, snapshot_roundtrip};
+use crate::testing::{FuzzRing, fuzz};
 use crate::virtio::rng::{Rng, host_entropy};
 
 const START: u64 = 1 << 32;
@@ -213,5 +215,27 @@ fn any_request_gets_one_answer() {
         let mut after = [0; 9];
         memory.read_slice(&mut after, GuestAddress(0x2000)).unwrap();
         prop_assert!(after[written as usize..].iter().all(|&byte| byte == 9));
+    });
+}
+
+#[test]
+fn fuzz_pmem_request() {
+    let mut ring = FuzzRing::new();
+    let counters = PmemCounters::default();
+    let mut worker = Worker {
+        queue: ring.queue(0),
+        notifier: Notifier::new(Interrupt::none()),
+        read_only: false,
+        counters: counters.clone(),
+    };
+    let corpus = [FuzzRing::seeds(&[0; 4]), FuzzRing::seeds(&[1, 0, 0, 0])].concat();
+    fuzz("pmem request", &corpus, |input| {
+        let before = counters.flushes() + counters.refused();
+        ring.offer(input);
+        let served = worker.serve();
+        // One request is one answer, or a fault.
+        let counted = counters.flushes() + counters.refused() - before;
+        assert_eq!(counted, u64::from(served.is_ok()));
+        served.map_err(|fault| fault.to_string().len() % 16).map(|_| counters.flushes() % 2)
     });
 }

@@ -1,6 +1,8 @@
 use super::*;
 use crate::executor::Executor;
+use crate::irq::Interrupt;
 use crate::testing::{Buffer, Conformance, GuestDriver, metric, snapshot_roundtrip};
+use crate::testing::{FuzzRing, fuzz};
 
 fn sevens(buffer: &mut [u8]) -> io::Result<()> {
     buffer.fill(7);
@@ -106,4 +108,15 @@ fn requests_bytes_and_failures_are_counted() {
     };
     assert_eq!(counts(sevens, &[&[100, 20], &[3]]), [2, 123, 0]);
     assert_eq!(counts(exhausted, &[&[100]]), [1, 0, 1]);
+}
+
+#[test]
+fn fuzz_rng_request() {
+    let mut ring = FuzzRing::new();
+    let notifier = Notifier::new(Interrupt::none());
+    let mut worker = Worker { queue: ring.queue(0), notifier, entropy: sevens };
+    fuzz("rng request", &FuzzRing::seeds(&[0; 16]), |input| {
+        ring.offer(input);
+        worker.serve().map_err(|fault| fault.to_string().len() % 16)
+    });
 }

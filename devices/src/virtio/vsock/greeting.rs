@@ -186,4 +186,20 @@ mod tests {
         assert_eq!(greeting.listen(), Said::Unfinished);
         assert_eq!(greeting.listen(), Said::Nonsense);
     }
+
+    #[test]
+    fn fuzz_vsock_greeting() {
+        let corpus: [&[u8]; 3] = [b"CONNECT 1024\n", b"connect 4294967295\r\n", b"CONNECT \xff\n"];
+        let corpus = corpus.map(<[u8]>::to_vec);
+        crate::testing::fuzz("vsock greeting", &corpus, |input| match parse(input) {
+            Some(port) => {
+                let text = String::from_utf8_lossy(input).to_lowercase();
+                let words: Vec<&str> = text.trim_end().split(' ').collect();
+                assert_eq!((words.len(), words[0]), (2, "connect"));
+                assert_eq!(words[1].trim_start_matches('0').parse::<u32>().unwrap_or(0), port);
+                1000 + input.len().min(40)
+            }
+            None => input.len().min(40),
+        });
+    }
 }

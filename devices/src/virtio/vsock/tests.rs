@@ -3,6 +3,7 @@
 mod conforms;
 mod counts;
 mod driver;
+mod fuzz;
 mod hostile;
 mod lifecycle;
 mod opening;

@@ -51,3 +51,20 @@ proptest! {
         }
     }
 }
+
+#[test]
+fn fuzz_net_control() {
+    let corpus: [&[u8]; 4] =
+        [&[1, 1, 2, 0, 0, 0, 0, 9], &[3, 0], &[4, 0, 2, 0], &[5, 0, 0x82, 0, 0, 0, 0, 0, 0, 0]];
+    let corpus = corpus.map(<[u8]>::to_vec);
+    crate::testing::fuzz("net control", &corpus, |input| match Command::parse(input) {
+        Some(Command::SetMac(mac)) => {
+            assert_eq!((mac.bytes()[0] & 1, input.len()), (0, 8));
+            1
+        }
+        Some(Command::SetPairs(_)) => 2,
+        Some(Command::SetOffloads(_)) => 3,
+        Some(Command::Announced) => 4,
+        None => 10 + input.len().min(12),
+    });
+}
