@@ -27,7 +27,7 @@ const KEPT: usize = 512;
 /// Bytes of an input at most.
 const LONGEST: usize = 2048;
 /// Where the random numbers start by default.
-const SEED: u64 = 0x5eed_0f_c0be;
+const SEED: u64 = 0x5eed;
 
 /// Random numbers (SplitMix64).
 struct Random(u64);

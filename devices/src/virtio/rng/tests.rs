@@ -114,7 +114,8 @@ fn requests_bytes_and_failures_are_counted() {
 fn fuzz_rng_request() {
     let mut ring = FuzzRing::new();
     let notifier = Notifier::new(Interrupt::none());
-    let mut worker = Worker { queue: ring.queue(0), notifier, entropy: sevens };
+    let mut worker =
+        Worker { queue: ring.queue(0), notifier, entropy: sevens, counters: Arc::default() };
     fuzz("rng request", &FuzzRing::seeds(&[0; 16]), |input| {
         ring.offer(input);
         worker.serve().map_err(|fault| fault.to_string().len() % 16)
