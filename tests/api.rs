@@ -14,6 +14,8 @@ mod commands;
 mod control;
 #[path = "api/ends.rs"]
 mod ends;
+#[path = "api/generation.rs"]
+mod generation;
 #[path = "api/hostile.rs"]
 mod hostile;
 #[path = "api/metrics.rs"]
@@ -29,6 +31,7 @@ fn main() -> ExitCode {
         streams::trials(),
         hostile::trials(),
         metrics::trials(),
+        generation::trials(),
     ];
     harness::lab::run_here_or_in_lab(modules.into_iter().flatten().collect())
 }

@@ -47,6 +47,10 @@ pub enum Request {
         /// Bytes that the host shall get.
         bytes: u64,
     },
+    /// Gives the machine another generation id, for guests that were copied: a Linux guest draws
+    /// fresh randomness then. Legal while running or paused. Answer: [`Reply::Done`] when the guest
+    /// has been told.
+    NewGeneration {},
     /// Plugs a disk. Legal while running, on a VM with PCI. Answer: [`Reply::Done`] when it is in
     /// its slot; the guest finds it a moment later.
     AddDisk {

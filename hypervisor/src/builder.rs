@@ -30,6 +30,7 @@ use crate::boot::tables::{self, Description, TablesError};
 use crate::config::{ConfigError, TransportKind, VmConfig};
 use crate::console::ConsoleLog;
 use crate::event::Events;
+use crate::generation::{Generation, GenerationError};
 use crate::kvm::{Host, KvmError, VmHandle};
 use crate::memory::MemoryError;
 use crate::state::VmState;
@@ -61,6 +62,8 @@ pub enum BuildError {
     Memory(#[from] MemoryError),
     #[error(transparent)]
     Tables(#[from] TablesError),
+    #[error(transparent)]
+    Generation(#[from] GenerationError),
     #[error(transparent)]
     Vcpu(#[from] VcpuError),
     #[error(transparent)]
@@ -180,6 +183,7 @@ struct Parts<'a> {
     executor: Executor,
     console: ConsoleLog,
     power_button: Interrupt,
+    generation: Generation,
     vsock: VsockHandle,
     balloon: Option<BalloonHandle>,
     pmem: Vec<PlacedPmem>,
@@ -205,6 +209,7 @@ impl<'a> Parts<'a> {
             Wiring::new(config, memory, executor.handle(), handle.clone(), &observers.events)?;
         wiring.legacy_devices(observers, console.clone())?;
         let power_button = wiring.line(layout::EVENT_GSI)?;
+        let generation = Generation::new(memory, wiring.line(layout::GENERATION_GSI)?)?;
         let vsock = wiring.virtio_devices(config, files.disks)?;
         wiring.console(config, &console)?;
         wiring.net(files.net)?;
@@ -222,7 +227,18 @@ impl<'a> Parts<'a> {
         boot.write(memory, &kernel)?;
         let entry =
             if observers.stamp_entry { kernel.entry.stamped(memory)? } else { kernel.entry };
-        Ok(Self { wiring, executor, console, power_button, vsock, balloon, pmem, entry, handle })
+        Ok(Self {
+            wiring,
+            executor,
+            console,
+            power_button,
+            generation,
+            vsock,
+            balloon,
+            pmem,
+            entry,
+            handle,
+        })
     }
 
     /// Brings both halves together.
@@ -268,6 +284,7 @@ impl<'a> Parts<'a> {
             config: config.clone(),
             console: self.console,
             power_button: self.power_button,
+            generation: self.generation,
             vsock: self.vsock,
             balloon: self.balloon,
             _pmem: self.pmem,

@@ -140,6 +140,7 @@ impl Control {
             }
             Request::Resume {} => answer(&reply, done(self.vm.resume())),
             Request::SetBalloon { bytes } => answer(&reply, self.set_balloon(bytes)),
+            Request::NewGeneration {} => answer(&reply, done(self.vm.renew_generation())),
             Request::AddDisk { disk } => answer(&reply, done(self.vm.add_disk(&disk))),
             Request::RemoveDevice { id } => answer(&reply, done(self.vm.remove_device(&id))),
             Request::Stop { how, timeout_ms } => {

@@ -44,6 +44,8 @@ pub const CMDLINE_MAX: usize = 2048;
 pub const LOW_RAM_END: u64 = 0x9_fc00;
 /// ACPI tables, RSDP first.
 pub const ACPI: u64 = 0xe_0000;
+/// The id of the machine's generation, alone in the last page of the ACPI area.
+pub const GENERATION: u64 = ACPI_END - 0x1000;
 /// End of the ACPI area.
 pub const ACPI_END: u64 = 0x10_0000;
 /// Where RAM above the first megabyte starts.
@@ -80,6 +82,8 @@ pub const RESET_PORT: u16 = 0x64;
 pub const RESET_VALUE: u8 = 0xfe;
 /// Panic notification.
 pub const PVPANIC_PORT: u16 = devices::legacy::pvpanic::PORT;
+/// CMOS clock.
+pub const RTC_PORT: u16 = devices::legacy::rtc::PORT;
 /// ACPI sleep control register; the status register follows.
 pub const SLEEP_PORT: u16 = 0x600;
 
@@ -88,6 +92,9 @@ pub const HOTPLUG_PORT: u16 = 0x620;
 
 /// COM1's line.
 pub const SERIAL_GSI: Gsi = devices::legacy::serial::COM1_GSI;
+/// ACPI generic event device: the machine is of another generation. The line of a second serial
+/// port, which there is not.
+pub const GENERATION_GSI: Gsi = Gsi(3);
 /// ACPI generic event device: power button.
 pub const EVENT_GSI: Gsi = Gsi(5);
 /// ACPI generic event device: PCI slots have changed. On a machine with PCI, where no virtio-mmio

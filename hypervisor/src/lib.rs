@@ -16,6 +16,7 @@ pub mod cpu;
 pub mod doctor;
 pub mod doorbells;
 pub mod event;
+pub mod generation;
 pub mod kvm;
 pub mod layout;
 pub mod memory;

@@ -49,6 +49,9 @@ pub fn check(state: VmState, request: &Request) -> Result<(), Illegal> {
         Request::Pause {} => ("pause", state == VmState::Running),
         Request::Resume {} => ("resume", state == VmState::Paused),
         Request::SetBalloon { .. } => ("set_balloon", state == VmState::Running),
+        Request::NewGeneration {} => {
+            ("new_generation", matches!(state, VmState::Running | VmState::Paused))
+        }
         Request::AddDisk { .. } => ("add_disk", state == VmState::Running),
         Request::RemoveDevice { .. } => ("remove_device", state == VmState::Running),
         Request::Stop { .. } => ("stop", true),

@@ -16,6 +16,7 @@ use crate::builder::BuildError;
 use crate::config::{DiskConfig, VmConfig};
 use crate::console::ConsoleLog;
 use crate::doorbells::Doorbells;
+use crate::generation::{Generation, GenerationError};
 use crate::kvm::VmHandle;
 use crate::metrics::{Family, Gathering};
 use crate::pci_slots::PciSlots;
@@ -55,6 +56,7 @@ pub struct Vm {
     pub(crate) config: VmConfig,
     pub(crate) console: ConsoleLog,
     pub(crate) power_button: Interrupt,
+    pub(crate) generation: Generation,
     pub(crate) vsock: VsockHandle,
     pub(crate) balloon: Option<BalloonHandle>,
     /// Here so that it outlives the memory slots.
@@ -96,6 +98,13 @@ impl Vm {
     /// Presses the ACPI power button.
     pub fn press_power_button(&self) {
         self.power_button.raise();
+    }
+
+    /// Gives the machine another generation id, which tells the guest that what it knows may no
+    /// longer be known to itself alone: after it was restored, or copied. Legal while running or
+    /// paused.
+    pub fn renew_generation(&self) -> Result<(), GenerationError> {
+        self.generation.renew()
     }
 
     /// Lets the guest run for the first time. Legal in [`VmState::Created`].

@@ -12,6 +12,7 @@ use devices::irq::Interrupt;
 use devices::legacy::debug::{self, DebugPort};
 use devices::legacy::i8042::{self, I8042};
 use devices::legacy::pvpanic::{self, Pvpanic};
+use devices::legacy::rtc::{self, Rtc};
 use devices::legacy::serial::{self, Serial};
 use devices::legacy::sleep::{self, SleepRegisters};
 use devices::memory::{GuestAddress, Memory};
@@ -120,7 +121,7 @@ impl<'a> Wiring<'a> {
         Ok(self.pio.insert(name, u64::from(port), len, device)?)
     }
 
-    /// Serial port, reset, power off, panic and debug ports.
+    /// Serial port, reset, power off, clock, panic and debug ports.
     pub fn legacy_devices(
         &mut self,
         observers: &Observers,
@@ -143,6 +144,8 @@ impl<'a> Wiring<'a> {
         let panic = end(Outcome::Panic);
         let pvpanic = Pvpanic::new(Box::new(move |_| panic()));
         self.port("pvpanic", layout::PVPANIC_PORT, pvpanic::LEN, pvpanic)?;
+        let clock = Rtc::new(Box::new(std::time::SystemTime::now));
+        self.port("rtc", layout::RTC_PORT, rtc::LEN, clock)?;
         let ladder = observers.ladder.clone();
         let stamps = DebugPort::new(Box::new(move |value| ladder.guest_stamp(value)));
         self.port("debug", guest_protocol::DEBUG_PORT, debug::LEN, stamps)

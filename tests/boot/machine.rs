@@ -18,6 +18,8 @@ pub fn trials() -> Vec<Trial> {
         the_virtio_console_is_shown,
         the_console_is_silent_by_default,
         the_clock_is_the_hosts,
+        the_cmos_clock_tells_the_same_time,
+        nothing_waits_for_a_cmos_clock,
         entropy_comes_from_the_host,
         the_ladder_has_all_its_steps_in_order,
         the_ladder_is_printed,
@@ -125,6 +127,33 @@ fn the_clock_is_the_hosts() {
     let told: u64 = ended.output(0).trim().parse().unwrap();
     // A second is lost to rounding.
     assert!((before - 1..=after + 1).contains(&told), "{told} is not in {before}..{after}");
+}
+
+/// Shell that prints the registers of the CMOS clock with these numbers, one after the other.
+fn cmos(registers: &str) -> String {
+    format!(
+        "for r in {registers}; do \
+             printf \"\\\\$(printf %o $r)\" | dd of=/dev/port bs=1 seek=112 conv=notrunc 2>/dev/null; \
+             dd if=/dev/port bs=1 skip=113 count=1 2>/dev/null | hexdump -e '1/1 \"%02x\"'; \
+         done"
+    )
+}
+
+fn the_cmos_clock_tells_the_same_time() {
+    let place = Place::new();
+    // Century, year, month, day, hour: what may change while it is read is left out.
+    let clock = cmos("50 9 8 7 4");
+    let line = format!("date -u +%Y%m%d%H; {clock}; echo; date -u +%Y%m%d%H");
+    let text = place.run(&[], sh(&line)).end().output(0);
+    let times: Vec<&str> = text.lines().collect();
+    assert_eq!(times.len(), 3, "{text}");
+    assert!(times.is_sorted() && times[1].len() == 10, "{text}");
+}
+
+fn nothing_waits_for_a_cmos_clock() {
+    let place = Place::new();
+    let line = "dmesg | grep -i -e rtc -e cmos; ls /sys/class | grep rtc; true";
+    assert_eq!(place.run(&[], sh(line)).end().output(0), "");
 }
 
 fn entropy_comes_from_the_host() {

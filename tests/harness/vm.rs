@@ -43,6 +43,12 @@ impl Builder {
         self.option("--memory", size)
     }
 
+    /// Its devices on a PCI bus.
+    #[must_use]
+    pub fn pci(self) -> Self {
+        self.option("--transport", "pci")
+    }
+
     /// A disk, in the words of `--disk`. Relative paths start at the place's working folder.
     #[must_use]
     pub fn disk(self, disk: impl Into<String>) -> Self {

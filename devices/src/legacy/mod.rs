@@ -7,6 +7,7 @@
 pub mod debug;
 pub mod i8042;
 pub mod pvpanic;
+pub mod rtc;
 pub mod serial;
 pub mod sleep;
 

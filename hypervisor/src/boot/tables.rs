@@ -2,10 +2,10 @@
 //! power management, timer or interrupt controller to look for.
 //!
 //! FADT (sleep and reset registers), MADT (processors, I/O APIC), DSDT (virtio-mmio devices as
-//! `LNRO0005`, the PCI bus, the serial port, the panic port, the event device with the power button,
-//! S5).
+//! `LNRO0005`, the PCI bus, the serial port, the panic port, the generation id, the event device with
+//! the power button, S5).
 
-use acpi_tables::aml::{self, Path, ResourceTemplate};
+use acpi_tables::aml::{self, EISAName, Path, ResourceTemplate};
 use acpi_tables::fadt::{FADTBuilder, Flags};
 use acpi_tables::gas::{AccessSize, AddressSpace, GAS};
 use acpi_tables::madt::{
@@ -82,7 +82,7 @@ pub fn write(memory: &Memory, machine: &Description<'_>) -> Result<u64, TablesEr
     let xsdt_address = place(&mut area, &bytes(&xsdt));
     let rsdp = bytes(&Rsdp::new(OEM, xsdt_address));
     area.splice(..rsdp.len(), rsdp);
-    let available = layout::ACPI_END - layout::ACPI;
+    let available = layout::GENERATION - layout::ACPI;
     if area.len() as u64 > available {
         return Err(TablesError::TooLarge { needed: area.len(), available });
     }
@@ -109,7 +109,10 @@ fn port(address: u16) -> GAS {
 }
 
 fn fadt(dsdt: u64) -> acpi_tables::fadt::FADT {
-    // No VGA, no CMOS clock, no keyboard controller to probe for (ACPI 6.5, table 5.11).
+    // No VGA, no CMOS clock, no keyboard controller to probe for (ACPI 6.5, table 5.11). There is a
+    // clock at the CMOS ports, without its interrupt, for software that reads it unasked. Kernels
+    // have kvm-clock, which is better, and the driver of one that is announced reads some twenty
+    // registers and then gives up for want of the interrupt.
     const NO_VGA: u16 = 1 << 2;
     const NO_RTC: u16 = 1 << 5;
     let mut table = FADTBuilder::new(OEM, TABLE, 1)
@@ -176,37 +179,59 @@ fn virtio(index: usize, at: &MmioDevice) -> Vec<u8> {
     ))
 }
 
-/// The event device: one interrupt is a press of the power button, the other says that the PCI
-/// slots have changed.
+/// The power button.
+fn button() -> Vec<u8> {
+    let id = EISAName::new("PNP0C0C");
+    bytes(&aml::Device::new("PWRB".into(), vec![&aml::Name::new("_HID".into(), &id)]))
+}
+
+/// The id of the machine's generation, and where it stands. Kernels know it by either of the
+/// compatible names.
+fn generation() -> Vec<u8> {
+    let compatible = aml::Package::new(vec![&"VM_Gen_Counter", &"VMGENCTR"]);
+    // Its address in two halves.
+    let (low, high) = (layout::GENERATION as u32, (layout::GENERATION >> 32) as u32);
+    let address = aml::Package::new(vec![&low, &high]);
+    bytes(&aml::Device::new(
+        "VGEN".into(),
+        vec![
+            &aml::Name::new("_HID".into(), &"CUBE0001"),
+            &aml::Name::new("_CID".into(), &compatible),
+            &aml::Name::new("_DDN".into(), &"VM_Gen_Counter"),
+            &aml::Name::new("ADDR".into(), &address),
+        ],
+    ))
+}
+
+/// The event device: an interrupt for each thing that can happen, and what the kernel does then.
 fn events(pci: bool) -> Vec<u8> {
-    let button = bytes(&aml::Device::new(
-        "PWRB".into(),
-        vec![&aml::Name::new("_HID".into(), &aml::EISAName::new("PNP0C0C"))],
-    ));
-    let (pressed, plugged) = (line(layout::EVENT_GSI), line(layout::HOTPLUG_GSI));
-    let mut lines: Vec<&dyn Aml> = vec![&pressed];
-    let is_press = aml::Equal::new(&aml::Arg(0), &layout::EVENT_GSI.0);
-    let is_plug = aml::Equal::new(&aml::Arg(0), &layout::HOTPLUG_GSI.0);
-    let (target, kind) = (Path::new("\\_SB_.PWRB"), 0x80_u8);
-    let press = aml::Notify::new(&target, &kind);
-    let plug = aml::MethodCall::new("\\_SB_.PCI0.PCNT".into(), vec![]);
-    let on_press = aml::If::new(&is_press, vec![&press]);
-    let on_plug = aml::If::new(&is_plug, vec![&plug]);
-    let mut reactions: Vec<&dyn Aml> = vec![&on_press];
+    let notify = |device: &str| bytes(&aml::Notify::new(&Path::new(device), &0x80_u8));
+    let mut events = vec![
+        (layout::EVENT_GSI, notify("\\_SB_.PWRB")),
+        (layout::GENERATION_GSI, notify("\\_SB_.VGEN")),
+    ];
     if pci {
-        lines.push(&plugged);
-        reactions.push(&on_plug);
+        let slots = aml::MethodCall::new("\\_SB_.PCI0.PCNT".into(), vec![]);
+        events.push((layout::HOTPLUG_GSI, bytes(&slots)));
     }
-    let events = bytes(&aml::Device::new(
+    let lines: Vec<aml::Interrupt> = events.iter().map(|(gsi, _)| line(*gsi)).collect();
+    let lines = lines.iter().map(|line| line as &dyn Aml).collect();
+    let reactions: Vec<u8> = events
+        .into_iter()
+        .flat_map(|(gsi, reaction)| {
+            let is_it = aml::Equal::new(&aml::Arg(0), &gsi.0);
+            bytes(&aml::If::new(&is_it, vec![&Ready(reaction)]))
+        })
+        .collect();
+    bytes(&aml::Device::new(
         "GED_".into(),
         vec![
             &aml::Name::new("_HID".into(), &"ACPI0013"),
             &aml::Name::new("_UID".into(), &aml::ZERO),
             &aml::Name::new("_CRS".into(), &ResourceTemplate::new(lines)),
-            &aml::Method::new("_EVT".into(), 1, true, reactions),
+            &aml::Method::new("_EVT".into(), 1, true, vec![&Ready(reactions)]),
         ],
-    ));
-    [button, events].concat()
+    ))
 }
 
 /// Bytecode that is ready.
@@ -221,7 +246,7 @@ impl Aml for Ready {
 fn dsdt(machine: &Description<'_>) -> Sdt {
     let serial = device(
         "COM1",
-        &aml::EISAName::new("PNP0501"),
+        &EISAName::new("PNP0501"),
         0,
         vec![&ports(layout::SERIAL_PORT, 8), &line(layout::SERIAL_GSI)],
     );
@@ -229,7 +254,9 @@ fn dsdt(machine: &Description<'_>) -> Sdt {
     let devices = machine.virtio.iter().enumerate();
     let virtio: Vec<u8> = devices.flat_map(|(index, at)| virtio(index, at)).collect();
     let bridge = if machine.pci { pci_tables::host_bridge() } else { Vec::new() };
-    let content = Ready([serial, panic, bridge, events(machine.pci), virtio].concat());
+    let content = Ready(
+        [serial, panic, button(), generation(), bridge, events(machine.pci), virtio].concat(),
+    );
     let scope = bytes(&aml::Scope::new("\\_SB_".into(), vec![&content]));
     // S5 is soft off; the value goes to the sleep control register.
     let sleep_type = devices::legacy::sleep::SLEEP_TYPE_S5;
@@ -273,6 +300,24 @@ mod tests {
             assert_eq!(sum, 0, "{signature:?}");
         }
         assert_eq!(area[..20].iter().fold(0_u8, |a, b| a.wrapping_add(*b)), 0);
+    }
+
+    #[test]
+    fn the_generation_id_has_a_page_of_its_own_and_is_described() {
+        const { assert!(layout::GENERATION >= layout::ACPI && layout::GENERATION.is_multiple_of(4096)) };
+        for pci in [false, true] {
+            let area = written(1, 1, pci);
+            assert_eq!(area[(layout::GENERATION - layout::ACPI) as usize..], [0; 4096]);
+            let dsdt = table(&area, b"DSDT");
+            // A package of two: the lower half of the address, and zero.
+            let mut address = b"ADDR\x12\x08\x02\x0c".to_vec();
+            address.extend((layout::GENERATION as u32).to_le_bytes());
+            address.push(0);
+            assert!(dsdt.windows(address.len()).any(|window| window == address));
+            // An edge-triggered line of its own for the event device.
+            let line = [0x89, 6, 0, 0x03, 1, layout::GENERATION_GSI.0 as u8, 0, 0, 0];
+            assert_eq!(dsdt.windows(line.len()).filter(|window| *window == line).count(), 1);
+        }
     }
 
     #[test]
