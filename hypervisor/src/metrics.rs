@@ -5,9 +5,13 @@
 
 use std::collections::BTreeMap;
 use std::fmt::Write;
+use std::sync::PoisonError;
 
+use devices::ids::DeviceId;
 use devices::metrics::{Kind, Meter, Metric};
 use serde::{Deserialize, Serialize};
+
+use crate::vm::SharedTransport;
 
 /// In front of every name.
 const PREFIX: &str = "cubevmm_";
@@ -55,6 +59,18 @@ impl Gathering {
         for metric in meter.metrics() {
             let (_, samples) = self.0.entry(metric.name).or_insert((metric, Vec::new()));
             samples.push(Sample { labels: labels.clone(), value: metric.value });
+        }
+    }
+
+    /// Takes in what virtio devices tell. Waits for a register access that is under way.
+    pub fn add_devices(&mut self, devices: &[(DeviceId, SharedTransport)]) {
+        for (id, transport) in devices {
+            let mut transport = transport.lock().unwrap_or_else(PoisonError::into_inner);
+            let meter = transport.lifecycle().meter();
+            drop(transport);
+            if let Some(meter) = meter {
+                self.add("device", id.as_str(), &meter);
+            }
         }
     }
 
@@ -115,9 +131,17 @@ fn escaped(text: &str, quotes: bool) -> String {
 mod tests {
     use std::sync::Arc;
 
+    use devices::executor::Executor;
     use devices::metrics::{Count, Metered};
+    use devices::virtio::pmem::PmemBacking;
 
     use super::*;
+    use crate::builder::Observers;
+    use crate::config::{TransportKind, VmConfig};
+    use crate::console::ConsoleLog;
+    use crate::event::Events;
+    use crate::trace::Ladder;
+    use crate::wiring::{LateHandle, Wiring};
 
     struct Part(Count);
 
@@ -153,6 +177,57 @@ cubevmm_part_things_total{device=\"a\\\"b\\\\c\\nd\"} 7
 cubevmm_part_things_total{device=\"plain\"} 18446744073709551615
 ";
         assert_eq!(text, expected);
+    }
+
+    /// Everything that a machine can have without a host's network, on both transports.
+    fn whole_machine(transport: TransportKind) -> (Vec<String>, Vec<Family>) {
+        let file = tempfile::NamedTempFile::new().unwrap();
+        file.as_file().set_len(1 << 21).unwrap();
+        let config = format!(
+            r#"{{"cpus":1,"memory":"64M","kernel":"k","balloon":true,"console":"virtio",
+                "transport":{}}}"#,
+            serde_json::to_string(&transport).unwrap()
+        );
+        let config: VmConfig = serde_json::from_str(&config).unwrap();
+        let memory = crate::memory::fresh(64 << 20).unwrap();
+        let executor = Executor::spawn("test").unwrap();
+        let (events, _receiver) = Events::channel();
+        let observers = Observers { ladder: Ladder::start(), stamp_entry: false, events };
+        let late = LateHandle::default();
+        let mut wiring =
+            Wiring::new(&config, &memory, executor.handle(), late, &observers.events).unwrap();
+        let log = ConsoleLog::new().with_virtio().unwrap();
+        wiring.legacy_devices(&observers, log.clone()).unwrap();
+        let _vsock = wiring.virtio_devices(&config, Vec::new()).unwrap();
+        wiring.console(&config, &log).unwrap();
+        wiring.balloon(&config).unwrap();
+        let backing = PmemBacking::open(file.path(), true).unwrap();
+        wiring.pmem(&config, vec![(DeviceId::new("data"), backing)]).unwrap();
+        let mut gathering = Gathering::default();
+        gathering.add_devices(&wiring.transports);
+        for (kind, name, meter) in &wiring.meters {
+            gathering.add(kind, name, meter);
+        }
+        let names = wiring.transports.iter().map(|(id, _)| id.to_string()).collect();
+        (names, gathering.families())
+    }
+
+    #[test]
+    fn every_device_tells_what_it_counts() {
+        for transport in [TransportKind::Mmio, TransportKind::Pci] {
+            let (mut devices, families) = whole_machine(transport);
+            assert_eq!(devices.len(), 5, "{devices:?}");
+            devices.extend(["serial", "ports", "memory", "console-log"].map(str::to_owned));
+            let samples = || families.iter().flat_map(|family| &family.samples);
+            for device in devices {
+                assert!(
+                    samples().any(|sample| sample.labels.values().eq([&device])),
+                    "{device} tells nothing"
+                );
+            }
+            assert!(families.iter().all(|family| family.samples.iter().all(|s| s.value == 0)));
+            assert!(families.iter().all(|family| family.name.starts_with("cubevmm_")));
+        }
     }
 
     #[test]

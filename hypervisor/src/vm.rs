@@ -157,12 +157,7 @@ impl Vm {
     /// but a register access that is under way.
     pub fn metrics(&self) -> Vec<Family> {
         let mut gathering = Gathering::default();
-        for (id, transport) in &self.transports {
-            let meter = lock(transport).lifecycle().meter();
-            if let Some(meter) = meter {
-                gathering.add("device", id.as_str(), &meter);
-            }
-        }
+        gathering.add_devices(&self.transports);
         for (kind, name, meter) in &self.meters {
             gathering.add(kind, name, meter);
         }
