@@ -5,8 +5,12 @@
 //! serves all queues and owns the disk while the device is live.
 
 pub mod disk;
+pub mod engine;
+pub mod file;
+mod job;
 pub mod raw;
 pub mod request;
+pub mod uring;
 mod worker;
 
 use std::io;
@@ -15,9 +19,12 @@ use std::sync::Arc;
 use serde::{Deserialize, Serialize};
 
 pub use self::disk::{Buffers, Completion, Disk, DiskOp, Extent, Geometry, SECTOR_SIZE, Tag};
-pub use self::raw::{DiskError, RawFile};
+pub use self::engine::{Engine, EngineKind, OpenDisk, UnknownEngine};
+pub use self::file::{DiskError, DiskFile};
+pub use self::raw::RawFile;
 pub use self::request::SERIAL_LEN;
 use self::request::{Limits, MAX_RANGE_SECTORS, MAX_RANGES};
+pub use self::uring::UringFile;
 use self::worker::{InFlight, Worker};
 use super::queue::ActiveQueue;
 use super::{Activation, DeviceType, Identity, StartError, VirtioDevice};

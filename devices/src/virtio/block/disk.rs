@@ -8,6 +8,8 @@ use std::io;
 use std::os::fd::BorrowedFd;
 use std::sync::Arc;
 
+use vm_memory::bitmap::Bitmap;
+
 use crate::memory::{GuestMemoryBackend, Memory, MemorySlice};
 use crate::virtio::Segment;
 
@@ -79,6 +81,31 @@ impl Buffers {
         }
         Ok(slices)
     }
+
+    /// The same slices as the kernel takes them. They are mapped for as long as `self` lives.
+    pub(super) fn vectors(
+        &self,
+        skip: u64,
+        max_bytes: usize,
+        max_slices: usize,
+    ) -> io::Result<Vec<libc::iovec>> {
+        let slices = self.slices(skip, max_bytes, max_slices)?;
+        Ok(slices.iter().map(vector).collect())
+    }
+
+    /// Says that something outside this process's view has written `bytes` bytes, from byte `skip`
+    /// on, for those who track what has changed.
+    pub(super) fn mark_dirty(&self, skip: u64, bytes: usize) {
+        // Cannot fail: what was written had been found in the same way.
+        let slices = self.slices(skip, bytes, usize::MAX).unwrap_or_default();
+        for slice in slices {
+            slice.bitmap().mark_dirty(0, slice.len());
+        }
+    }
+}
+
+fn vector(slice: &MemorySlice<'_>) -> libc::iovec {
+    libc::iovec { iov_base: slice.ptr_guard_mut().as_ptr().cast(), iov_len: slice.len() }
 }
 
 /// A run of bytes on the disk; checked to be within its capacity.

@@ -1,6 +1,7 @@
 //! The device through its registers and rings, on files and on a disk that answers when told to.
 
 mod backends;
+pub mod host;
 mod requests;
 
 use std::io::Write;

@@ -233,7 +233,8 @@ impl Handler for Worker {
     }
 }
 
-fn wait_readable(disk: &dyn Disk) {
+/// Waits until `disk` should be asked again.
+pub(super) fn wait_readable(disk: &dyn Disk) {
     let fd = disk.completion_fd().as_raw_fd();
     let mut poll = libc::pollfd { fd, events: libc::POLLIN, revents: 0 };
     // SAFETY: one pollfd that outlives the call; its descriptor is borrowed from the disk. A signal
