@@ -3,13 +3,22 @@
 //! Everything that the guest says is checked here and in [`request`], before the disk hears of it;
 //! that a read-only disk is not written is enforced here, whatever was negotiated. One worker
 //! serves all queues and owns the disk while the device is live.
+//!
+//! ```text
+//!  queue 0 ─┐            ┌──────────────── Worker ────────────────┐
+//!  queue 1 ─┼─ chains ─► │ throttle ─► request ─► DiskOp ─► Disk  │ ─► job: one step after another
+//!  queue n ─┘ ◄ answers  │             counts ◄── Completion ◄─  │ ◄─ raw or uring: carries it out
+//!                        └─────────────────────────────────────────┘
+//! ```
 
+pub mod counts;
 pub mod disk;
 pub mod engine;
 pub mod file;
 mod job;
 pub mod raw;
 pub mod request;
+mod throttle;
 pub mod uring;
 mod worker;
 
@@ -18,17 +27,21 @@ use std::sync::Arc;
 
 use serde::{Deserialize, Serialize};
 
+pub use self::counts::BlockCounts;
 pub use self::disk::{Buffers, Completion, Disk, DiskOp, Extent, Geometry, SECTOR_SIZE, Tag};
 pub use self::engine::{Engine, EngineKind, OpenDisk, UnknownEngine};
 pub use self::file::{DiskError, DiskFile};
 pub use self::raw::RawFile;
 pub use self::request::SERIAL_LEN;
 use self::request::{Limits, MAX_RANGE_SECTORS, MAX_RANGES};
+use self::throttle::Throttle;
 pub use self::uring::UringFile;
 use self::worker::{InFlight, Worker};
 use super::queue::ActiveQueue;
 use super::{Activation, DeviceType, Identity, StartError, VirtioDevice};
 use crate::executor::{ExecutorHandle, Running};
+use crate::metrics::Meter;
+use crate::rate_limiter::RateLimit;
 use crate::snapshot::{RestoreError, SaveError, Schema, Snapshot};
 
 // --- configuration -----------------------------------------------------------------------------
@@ -45,13 +58,18 @@ pub mod feature {
     pub const FLUSH: u64 = 1 << 9;
     /// `topology` is valid.
     pub const TOPOLOGY: u64 = 1 << 10;
+    /// `num_queues` is valid.
+    pub const MQ: u64 = 1 << 12;
     /// Discard requests.
     pub const DISCARD: u64 = 1 << 13;
     /// Write-zeroes requests.
     pub const WRITE_ZEROES: u64 = 1 << 14;
 }
 
-const QUEUE_SIZES: &[u16] = &[256];
+/// Queues at most.
+pub const MAX_QUEUES: u16 = 16;
+
+const QUEUE_SIZES: &[u16] = &[256; MAX_QUEUES as usize];
 
 /// Data segments of one request; two more descriptors are its header and its status byte.
 const SEG_MAX: u32 = 254;
@@ -66,6 +84,40 @@ pub struct BlockConfig {
     pub read_only: bool,
     /// What the guest sees in `/sys/block/vda/serial`. Cut at [`SERIAL_LEN`] bytes.
     pub serial: String,
+    /// Request queues, 1 to [`MAX_QUEUES`].
+    pub queues: u16,
+    /// Limits of what the guest reads and writes, together.
+    pub rate: RateLimit,
+}
+
+impl BlockConfig {
+    /// A disk that can be written, with one queue and without limits.
+    pub fn new(serial: impl Into<String>) -> Self {
+        Self { read_only: false, serial: serial.into(), queues: 1, rate: RateLimit::default() }
+    }
+}
+
+/// Why a disk cannot be made.
+#[derive(Debug, thiserror::Error)]
+pub enum BlockError {
+    /// No queue, or too many.
+    #[error("disk {serial} has {queues} queues; give it 1 to {MAX_QUEUES}")]
+    Queues {
+        /// The disk.
+        serial: String,
+        /// What it was given.
+        queues: u16,
+    },
+    /// The process is out of descriptors.
+    #[error(
+        "disk {serial} has no timer for its rate limit: {source}; raise the limit of open files"
+    )]
+    Timer {
+        /// The disk.
+        serial: String,
+        /// The reason.
+        source: io::Error,
+    },
 }
 
 // --- device ------------------------------------------------------------------------------------
@@ -75,22 +127,42 @@ pub struct Block {
     executor: ExecutorHandle,
     geometry: Geometry,
     serial: [u8; SERIAL_LEN],
+    queues: u16,
+    counts: Arc<BlockCounts>,
     /// Here while stopped, with the worker while live.
-    disk: Option<Box<dyn Disk>>,
+    host: Option<HostSide>,
     worker: Option<Running<Worker>>,
 }
 
+/// What outlives resets.
+struct HostSide {
+    disk: Box<dyn Disk>,
+    throttle: Option<Throttle>,
+}
+
 impl Block {
-    /// A device whose worker runs on `executor`. Read-only if either the configuration or the disk
-    /// says so.
-    pub fn new(executor: ExecutorHandle, disk: Box<dyn Disk>, config: BlockConfig) -> Self {
+    /// A device whose worker runs on `executor`, which no other disk should share: a disk may wait
+    /// for its storage. Read-only if either the configuration or the disk says so.
+    pub fn new(
+        executor: ExecutorHandle,
+        disk: Box<dyn Disk>,
+        config: BlockConfig,
+    ) -> Result<Self, BlockError> {
         let mut geometry = disk.geometry();
         geometry.read_only |= config.read_only;
         let mut serial = [0; SERIAL_LEN];
         for (to, from) in serial.iter_mut().zip(config.serial.bytes()) {
             *to = from;
         }
-        Self { executor, geometry, serial, disk: Some(disk), worker: None }
+        let BlockConfig { serial: name, queues, rate, .. } = config;
+        if !(1..=MAX_QUEUES).contains(&queues) {
+            return Err(BlockError::Queues { serial: name, queues });
+        }
+        let throttle = (!rate.is_none()).then(|| Throttle::new(rate)).transpose();
+        let throttle = throttle.map_err(|source| BlockError::Timer { serial: name, source })?;
+        let host = Some(HostSide { disk, throttle });
+        let counts = Arc::default();
+        Ok(Self { executor, geometry, serial, queues, counts, host, worker: None })
     }
 
     fn limits(&self) -> Limits {
@@ -112,7 +184,7 @@ impl Block {
         // Topology: log2 of logical blocks per physical one, and the smallest good I/O.
         put(24, &[ratio.ilog2() as u8]);
         put(26, &u16::try_from(ratio).unwrap_or(1).to_le_bytes());
-        put(34, &(QUEUE_SIZES.len() as u16).to_le_bytes());
+        put(34, &self.queues.to_le_bytes());
         put(36, &MAX_RANGE_SECTORS.to_le_bytes());
         put(40, &(MAX_RANGES as u32).to_le_bytes());
         put(44, &(physical_block / SECTOR_SIZE as u32).to_le_bytes());
@@ -130,10 +202,11 @@ impl VirtioDevice for Block {
             true => feature::RO,
             false => feature::DISCARD | feature::WRITE_ZEROES,
         };
+        let several = if self.queues > 1 { feature::MQ } else { 0 };
         Identity {
             device_type: DeviceType::Block,
-            features: always | rest,
-            queue_sizes: QUEUE_SIZES,
+            features: always | rest | several,
+            queue_sizes: QUEUE_SIZES.get(..usize::from(self.queues)).unwrap_or(QUEUE_SIZES),
             config_len: CONFIG_LEN as u64,
         }
     }
@@ -147,16 +220,20 @@ impl VirtioDevice for Block {
     }
 
     fn start(&mut self, mut activation: Activation) -> Result<(), StartError> {
-        // The first queue is needed; others the driver may leave out.
-        let mut queues = vec![activation.take_queue(0)?];
-        queues.append(&mut activation.queues);
-        let disk = self.disk.take().ok_or_else(|| StartError::Host {
+        // The first queue is needed; of the others the driver has as many as it wants.
+        let first = activation.take_queue(0)?;
+        let mut queues = activation.queues;
+        queues.push(first);
+        queues.sort_by_key(ActiveQueue::index);
+        let host = self.host.take().ok_or_else(|| StartError::Host {
             what: "taking the disk",
             source: io::ErrorKind::NotFound.into(),
         })?;
         let places = queues.iter().map(|queue| usize::from(queue.size())).sum();
         let worker = Worker {
-            disk,
+            disk: host.disk,
+            throttle: host.throttle,
+            counts: self.counts.clone(),
             queues,
             memory: Arc::new(activation.memory.clone()),
             in_flight: InFlight::new(places),
@@ -164,7 +241,6 @@ impl VirtioDevice for Block {
             serial: self.serial,
             // Without the flush request every completed write must be stable (section 5.2.6.2).
             durable: activation.features & feature::FLUSH == 0,
-            failures: 0,
             notifier: activation.notifier,
         };
         match self.executor.run(worker) {
@@ -173,7 +249,7 @@ impl VirtioDevice for Block {
                 Ok(())
             }
             Err(refused) => {
-                self.disk = refused.handler.map(|worker| worker.disk);
+                self.host = refused.handler.map(|worker| worker.into_parts().0);
                 Err(StartError::Executor(refused.error))
             }
         }
@@ -185,11 +261,16 @@ impl VirtioDevice for Block {
             return Vec::new();
         };
         worker.drain();
-        self.disk = Some(worker.disk);
-        worker.queues
+        let (host, queues) = worker.into_parts();
+        self.host = Some(host);
+        queues
     }
 
     fn reset(&mut self) {}
+
+    fn meter(&self) -> Option<Meter> {
+        Some(self.counts.clone())
+    }
 }
 
 // --- state -------------------------------------------------------------------------------------
@@ -201,11 +282,27 @@ pub struct BlockState {
     logical_block: u32,
     read_only: bool,
     serial: Vec<u8>,
+    /// Records of version 1 are of disks with one queue, and do not say so.
+    #[serde(default = "one")]
+    queues: u16,
+}
+
+fn one() -> u16 {
+    1
 }
 
 impl Schema for BlockState {
     const KIND: &'static str = "virtio-blk";
-    const VERSION: u32 = 1;
+    const VERSION: u32 = 2;
+
+    fn upgrade(version: u32, old: ciborium::Value) -> Result<Self, RestoreError> {
+        match version {
+            1 => old
+                .deserialized()
+                .map_err(|source| RestoreError::Decode { kind: Self::KIND, source }),
+            _ => Err(RestoreError::NoUpgrade { kind: Self::KIND, found: version }),
+        }
+    }
 }
 
 impl Snapshot for Block {
@@ -220,6 +317,7 @@ impl Snapshot for Block {
             logical_block: self.geometry.logical_block,
             read_only: self.geometry.read_only,
             serial: self.serial.to_vec(),
+            queues: self.queues,
         })
     }
 
@@ -241,6 +339,9 @@ impl Snapshot for Block {
         }
         if state.read_only != self.geometry.read_only {
             return invalid("read_only", state.read_only.to_string());
+        }
+        if state.queues != self.queues {
+            return invalid("queues", format!("{}, disk has {}", state.queues, self.queues));
         }
         if state.serial != self.serial {
             return invalid("serial", String::from_utf8_lossy(&state.serial).into_owned());

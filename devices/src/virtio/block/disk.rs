@@ -156,6 +156,16 @@ pub enum DiskOp {
     },
 }
 
+impl DiskOp {
+    /// Bytes of guest memory that are read or written.
+    pub fn data_len(&self) -> u64 {
+        match self {
+            DiskOp::Read { buffers, .. } | DiskOp::Write { buffers, .. } => buffers.len(),
+            DiskOp::Flush | DiskOp::Discard { .. } | DiskOp::WriteZeroes { .. } => 0,
+        }
+    }
+}
+
 /// The end of an operation.
 #[derive(Debug)]
 pub struct Completion {

@@ -1,8 +1,12 @@
 //! The device through its registers and rings, on files and on a disk that answers when told to.
 
 mod backends;
+mod counts;
 pub mod host;
+mod life;
+mod queues;
 mod requests;
+mod throttle;
 
 use std::io::Write;
 use std::os::unix::fs::FileExt;
@@ -13,6 +17,7 @@ use super::request::kind;
 use super::*;
 use crate::executor::Executor;
 use crate::memory::GuestAddress;
+use crate::snapshot::Stateful;
 use crate::testing::{Buffer, Conformance, GuestDriver, snapshot_roundtrip};
 
 const OK: u8 = 0;
@@ -28,12 +33,12 @@ fn image() -> NamedTempFile {
 }
 
 fn config(read_only: bool) -> BlockConfig {
-    BlockConfig { read_only, serial: "disk-7".to_owned() }
+    BlockConfig { read_only, ..BlockConfig::new("disk-7") }
 }
 
 fn block(executor: ExecutorHandle, file: &NamedTempFile, read_only: bool) -> Box<Block> {
     let disk = RawFile::open(file.path(), read_only).unwrap();
-    Box::new(Block::new(executor, Box::new(disk), config(read_only)))
+    Box::new(Block::new(executor, Box::new(disk), config(read_only)).unwrap())
 }
 
 /// A live device on `file`, and the driver's way to send requests.
@@ -87,12 +92,26 @@ fn request(
     (driver.bytes(status, 1)[0], len, driver.bytes(answer, room))
 }
 
+/// Reads a sector through each queue.
 fn reads_a_sector(driver: &mut GuestDriver) {
-    let head = driver.alloc_with(&header(kind::IN, 3));
-    let answer = driver.alloc(513);
-    let chain = [Buffer::readable(head, 16), Buffer::writable(answer, 513)];
-    assert_eq!(driver.exchange(0, &chain), 513);
-    assert_eq!(driver.bytes(GuestAddress(answer.0 + 512), 1), [OK]);
+    for queue in 0..driver.queue_count() {
+        let head = driver.alloc_with(&header(kind::IN, 3));
+        let answer = driver.alloc(513);
+        let chain = [Buffer::readable(head, 16), Buffer::writable(answer, 513)];
+        assert_eq!(driver.exchange(queue, &chain), 513);
+        assert_eq!(driver.bytes(answer, 513), [vec![4; 512], vec![OK]].concat());
+    }
+}
+
+/// A device with an engine of the test's choice.
+fn with_engine(
+    executor: ExecutorHandle,
+    engine: Engine,
+    file: &NamedTempFile,
+    config: BlockConfig,
+) -> Box<Block> {
+    let disk = host::open(engine, file.path(), config.read_only);
+    Box::new(Block::new(executor, disk, config).unwrap())
 }
 
 #[test]
@@ -112,6 +131,28 @@ fn conforms_when_writable() {
         block(executor, &file, false)
     };
     Conformance::new(make).exercise(reads_a_sector).answers(&[0]).run();
+}
+
+#[test]
+fn conforms_with_each_engine_and_several_queues() {
+    for engine in host::engines() {
+        let make = |executor: ExecutorHandle| -> Box<dyn VirtioDevice> {
+            let config = BlockConfig { queues: 3, ..config(false) };
+            with_engine(executor, engine, &image(), config)
+        };
+        Conformance::new(make).exercise(reads_a_sector).answers(&[0, 1, 2]).run();
+    }
+}
+
+#[test]
+fn conforms_through_io_uring() {
+    for engine in host::engines().into_iter().filter(|engine| *engine == Engine::IoUring) {
+        let file = image();
+        let make = |executor: ExecutorHandle| -> Box<dyn VirtioDevice> {
+            with_engine(executor, engine, &file, config(true))
+        };
+        Conformance::new(make).exercise(reads_a_sector).answers(&[0]).run();
+    }
 }
 
 #[test]
@@ -139,7 +180,7 @@ fn a_disk_that_is_read_only_makes_the_device_so() {
     let executor = Executor::spawn("block").unwrap();
     let file = image();
     let disk = RawFile::open(file.path(), true).unwrap();
-    let device = Block::new(executor.handle(), Box::new(disk), config(false));
+    let device = Block::new(executor.handle(), Box::new(disk), config(false)).unwrap();
     assert_ne!(device.identity().features & feature::RO, 0);
 }
 
@@ -149,9 +190,8 @@ fn a_long_serial_is_cut() {
     let file = image();
     let disk = RawFile::open(file.path(), true).unwrap();
     let serial = "0123456789abcdefghijKLM".to_owned();
-    let config = BlockConfig { read_only: true, serial };
-    let mut driver =
-        GuestDriver::new(Box::new(Block::new(executor.handle(), Box::new(disk), config)));
+    let device = Block::new(executor.handle(), Box::new(disk), BlockConfig::new(serial)).unwrap();
+    let mut driver = GuestDriver::new(Box::new(device));
     driver.initialize();
     let (status, _, id) = request(&mut driver, kind::GET_ID, 0, &[], 20);
     assert_eq!((status, &id[..]), (OK, &b"0123456789abcdefghij"[..]));
@@ -169,9 +209,24 @@ fn a_record_fits_the_same_disk_and_no_other() {
         BlockState { logical_block: 4096, ..good.clone() },
         BlockState { read_only: false, ..good.clone() },
         BlockState { serial: b"other".to_vec(), ..good.clone() },
+        BlockState { queues: 2, ..good.clone() },
     ];
     for other in others {
         assert!(matches!(make().restore(other), Err(RestoreError::Invalid { .. })));
     }
     make().restore(good).unwrap();
+}
+
+#[test]
+fn records_of_the_time_of_one_queue_are_read() {
+    let executor = Executor::spawn("block").unwrap();
+    let file = image();
+    let mut device = block(executor.handle(), &file, true);
+    let mut record = device.save_record().unwrap();
+    let ciborium::Value::Map(fields) = &mut record.state else { panic!("{record:?}") };
+    fields.retain(|(name, _)| name.as_text() != Some("queues"));
+    record.version = 1;
+    device.restore_record(record.clone()).unwrap();
+    record.version = 0;
+    assert!(matches!(device.restore_record(record), Err(RestoreError::NoUpgrade { .. })));
 }

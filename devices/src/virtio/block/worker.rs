@@ -4,9 +4,13 @@ use std::collections::VecDeque;
 use std::io::{self, Read};
 use std::os::fd::AsRawFd;
 use std::sync::Arc;
+use std::time::Instant;
 
+use super::HostSide;
+use super::counts::{BlockCounts, Kind};
 use super::disk::{Buffers, Completion, Disk, DiskOp, Extent, Tag};
 use super::request::{self, Command, HEADER_SIZE, Limits, SERIAL_LEN, Status};
+use super::throttle::{Admission, Throttle};
 use crate::executor::{Flow, Handler, Interest, Sources};
 use crate::ids::Token;
 use crate::memory::{Bytes, GuestAddress, Memory};
@@ -22,6 +26,9 @@ const LOGGED_FAILURES: u64 = 8;
 /// Readiness of the disk; a queue's token is its place in [`Worker::queues`].
 const COMPLETION: Token = Token(u32::MAX);
 
+/// The rate limit lets requests through again.
+const TIMER: Token = Token(u32::MAX - 1);
+
 /// A chain whose operation is in flight.
 struct Pending {
     queue: usize,
@@ -29,8 +36,20 @@ struct Pending {
     status: GuestAddress,
     /// Writable bytes before the status byte.
     in_len: u64,
-    /// The disk fills these bytes.
-    reads: bool,
+    kind: Kind,
+}
+
+/// Why no more requests of a queue are begun.
+#[derive(Clone, Copy, PartialEq, Eq)]
+enum Pause {
+    /// There are none.
+    Empty,
+    /// Others shall get their turn.
+    Turn,
+    /// All places are taken.
+    Full,
+    /// The rate limit.
+    Throttled,
 }
 
 /// The chains in flight, by tag.
@@ -75,56 +94,88 @@ pub(super) struct Worker {
     pub(super) serial: [u8; SERIAL_LEN],
     /// Every completed write must be on stable storage.
     pub(super) durable: bool,
-    /// Operations that the disk failed.
-    pub(super) failures: u64,
+    pub(super) throttle: Option<Throttle>,
+    pub(super) counts: Arc<BlockCounts>,
     pub(super) notifier: Notifier,
 }
 
 impl Worker {
     /// Begins new requests, answers finished ones.
     fn serve(&mut self) -> Result<(), QueueFault> {
-        let mut exhausted = Vec::with_capacity(self.queues.len());
+        let mut pauses = Vec::with_capacity(self.queues.len());
         for queue in 0..self.queues.len() {
-            exhausted.push(self.begin_all(queue)?);
+            pauses.push(self.begin_all(queue)?);
         }
         self.reap()?;
         let full = self.in_flight.is_full();
-        for (queue, exhausted) in self.queues.iter_mut().zip(exhausted) {
+        for (queue, pause) in self.queues.iter_mut().zip(pauses) {
             queue.notify()?;
-            let more = if exhausted { queue.enable_notification()? } else { true };
-            // With all places taken there is nothing to do before the disk is ready.
-            if more && !full {
+            let more = match pause {
+                Pause::Empty => queue.enable_notification()?,
+                Pause::Turn => true,
+                // With all places taken there is nothing to do before the disk is ready.
+                Pause::Full => !full,
+                Pause::Throttled => false,
+            };
+            if more {
                 queue.kick().signal();
             }
         }
         Ok(())
     }
 
-    /// Begins up to [`BUDGET`] requests of a queue; true if there are no more.
-    fn begin_all(&mut self, queue: usize) -> Result<bool, QueueFault> {
+    /// Begins up to [`BUDGET`] requests of a queue; why no more.
+    fn begin_all(&mut self, queue: usize) -> Result<Pause, QueueFault> {
         for _ in 0..BUDGET {
             if self.in_flight.is_full() {
-                return Ok(false);
+                return Ok(Pause::Full);
+            }
+            if self.is_throttled(queue)? {
+                return Ok(Pause::Throttled);
             }
             let Some(chain) = self.queues.get_mut(queue).map_or(Ok(None), ActiveQueue::pop)? else {
-                return Ok(true);
+                return Ok(Pause::Empty);
             };
             self.begin(queue, &chain)?;
         }
-        Ok(false)
+        Ok(Pause::Turn)
+    }
+
+    /// True if there is a request in the queue that has to wait.
+    fn is_throttled(&mut self, queue: usize) -> Result<bool, QueueFault> {
+        let (Some(throttle), Some(queue)) = (&mut self.throttle, self.queues.get(queue)) else {
+            return Ok(false);
+        };
+        if queue.pending()? == 0 {
+            return Ok(false);
+        }
+        let admission = throttle.admit(Instant::now());
+        if admission == Admission::Closed {
+            self.counts.throttled.one();
+        }
+        Ok(admission != Admission::Now)
+    }
+
+    fn charge(&mut self, bytes: u64) {
+        if let Some(throttle) = &mut self.throttle {
+            throttle.charge(bytes);
+        }
     }
 
     fn begin(&mut self, queue: usize, chain: &Chain) -> Result<(), QueueFault> {
         let Some(status) = last_byte(chain) else {
             // There is no place for an answer. Giving the chain back with nothing written keeps
             // one odd request from costing the guest its disk.
+            self.charge(0);
+            self.counts.refused.one();
             return self.complete(queue, chain.head(), 0);
         };
         let in_len = chain.writable_len().saturating_sub(1);
-        let mut pending = Pending { queue, head: chain.head(), status, in_len, reads: false };
+        let mut pending = Pending { queue, head: chain.head(), status, in_len, kind: Kind::Flush };
         match plan(chain, &self.memory, self.limits, self.durable) {
             Ok(Plan::Disk(op)) => {
-                pending.reads = matches!(op, DiskOp::Read { .. });
+                self.charge(op.data_len());
+                pending.kind = Kind::of(&op);
                 // Never without a place: the caller has looked.
                 if let Some(tag) = self.in_flight.insert(pending) {
                     self.disk.submit(tag, op);
@@ -132,10 +183,15 @@ impl Worker {
                 Ok(())
             }
             Ok(Plan::Identity) => {
+                self.charge(0);
                 let written = write_identity(chain, &self.memory, &self.serial);
                 self.answer(&pending, Status::Ok, written)
             }
-            Err(refused) => self.answer(&pending, refused, 0),
+            Err(refused) => {
+                self.charge(0);
+                self.counts.refused.one();
+                self.answer(&pending, refused, 0)
+            }
         }
     }
 
@@ -177,22 +233,31 @@ impl Worker {
             return Ok(());
         };
         let status = match &completion.result {
-            Ok(()) => Status::Ok,
+            Ok(()) => {
+                self.counts.done(pending.kind, completion.moved);
+                Status::Ok
+            }
             Err(error) => self.failed(error),
         };
-        let written = if pending.reads { completion.moved } else { 0 };
+        let written = if pending.kind == Kind::Read { completion.moved } else { 0 };
         self.answer(&pending, status, written)
     }
 
     fn failed(&mut self, error: &io::Error) -> Status {
-        self.failures = self.failures.saturating_add(1);
         if error.kind() == io::ErrorKind::Unsupported {
+            self.counts.unsupported.one();
             return Status::Unsupported;
         }
-        if self.failures <= LOGGED_FAILURES {
-            tracing::warn!(%error, failures = self.failures, "disk operation failed");
+        let before = self.counts.errors.one();
+        if before < LOGGED_FAILURES {
+            tracing::warn!(%error, failures = before + 1, "disk operation failed");
         }
         Status::IoError
+    }
+
+    /// What goes back to the device, which has to be drained before.
+    pub(super) fn into_parts(self) -> (HostSide, Vec<ActiveQueue>) {
+        (HostSide { disk: self.disk, throttle: self.throttle }, self.queues)
     }
 
     /// Waits for all that is in flight and answers it.
@@ -215,6 +280,9 @@ impl Handler for Worker {
         for (place, queue) in self.queues.iter().enumerate() {
             sources.add(Token(place as u32), queue.kick(), Interest::Read)?;
         }
+        if let Some(throttle) = &self.throttle {
+            sources.add(TIMER, throttle, Interest::Read)?;
+        }
         sources.add(COMPLETION, &self.disk.completion_fd(), Interest::Read)
     }
 
@@ -223,9 +291,13 @@ impl Handler for Worker {
         if let Some(queue) = self.queues.get(token.0 as usize) {
             queue.kick().clear();
         }
+        if let (TIMER, Some(throttle)) = (token, &mut self.throttle) {
+            throttle.time_has_come();
+        }
         match self.serve() {
             Ok(()) => Flow::Continue,
             Err(fault) => {
+                self.counts.guest_faults.one();
                 self.notifier.gives_up("block device", fault);
                 Flow::Finished
             }

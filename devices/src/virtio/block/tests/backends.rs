@@ -82,7 +82,7 @@ impl SlowBench {
 }
 
 fn slow(executor: &Executor, desk: &Desk) -> Box<Block> {
-    Box::new(Block::new(executor.handle(), Box::new(Slow(desk.clone())), config(false)))
+    Box::new(Block::new(executor.handle(), Box::new(Slow(desk.clone())), config(false)).unwrap())
 }
 
 fn offset(op: &DiskOp) -> u64 {
@@ -218,7 +218,8 @@ fn a_device_that_cannot_start_keeps_its_disk() {
     let handle = gone.handle();
     drop(gone);
     let disk = Box::new(Slow(Desk::new()));
-    let mut driver = GuestDriver::new(Box::new(Block::new(handle, disk, config(false))));
+    let device = Block::new(handle, disk, config(false)).unwrap();
+    let mut driver = GuestDriver::new(Box::new(device));
     for _ in 0..2 {
         let features = driver.offered();
         assert!(driver.negotiate(features));
