@@ -16,6 +16,7 @@ use guest_protocol::Hello;
 use serde::{Deserialize, Serialize};
 
 use crate::config::{DiskConfig, VmConfig};
+use crate::disks::DiskInfo;
 use crate::metrics::Family;
 use crate::state::VmState;
 
@@ -162,6 +163,8 @@ pub struct Info {
     pub balloon: Option<BalloonInfo>,
     /// The names of its virtio devices.
     pub devices: Vec<String>,
+    /// Its disks, and which engine each has.
+    pub disks: Vec<DiskInfo>,
     /// What the VM was made from, with what has been plugged since.
     pub config: VmConfig,
 }

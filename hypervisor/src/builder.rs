@@ -16,7 +16,7 @@ use devices::memory::Memory;
 use devices::pci::root::SlotError;
 use devices::virtio::StartError;
 use devices::virtio::balloon::BalloonHandle;
-use devices::virtio::block::{BlockConfig, DiskError, RawFile};
+use devices::virtio::block::{BlockError, DiskError};
 use devices::virtio::net::{NetConfig, NetError, Tap, TapError};
 use devices::virtio::pmem::{PmemBacking, PmemError};
 use devices::virtio::vsock::{VsockError, VsockHandle};
@@ -29,6 +29,7 @@ use crate::boot::linux::BootInfo;
 use crate::boot::tables::{self, Description, TablesError};
 use crate::config::{ConfigError, TransportKind, VmConfig};
 use crate::console::ConsoleLog;
+use crate::disks::OpenedDisk;
 use crate::event::Events;
 use crate::generation::{Generation, GenerationError};
 use crate::kvm::{Host, KvmError, VmHandle};
@@ -50,6 +51,8 @@ pub enum BuildError {
     Kernel(#[from] KernelError),
     #[error(transparent)]
     Disk(#[from] DiskError),
+    #[error(transparent)]
+    Block(#[from] BlockError),
     #[error(transparent)]
     Pmem(#[from] PmemError),
     #[error(transparent)]
@@ -88,7 +91,7 @@ pub enum BuildError {
 struct Files {
     kernel: KernelFile,
     initrd: Option<InitrdFile>,
-    disks: Vec<(DeviceId, RawFile, BlockConfig)>,
+    disks: Vec<OpenedDisk>,
     pmem: Vec<(DeviceId, PmemBacking)>,
     net: Vec<(NetConfig, Vec<Tap>)>,
 }
@@ -97,12 +100,9 @@ impl Files {
     fn open(config: &VmConfig) -> Result<Self, BuildError> {
         let kernel = KernelFile::open(&config.kernel)?;
         let initrd = config.initrd.as_deref().map(InitrdFile::open).transpose()?;
-        let mut disks = Vec::new();
-        for disk in config.all_disks() {
-            let file = RawFile::open(&disk.path, disk.read_only)?;
-            let block = BlockConfig { read_only: disk.read_only, serial: disk.id.clone() };
-            disks.push((DeviceId::new(disk.id), file, block));
-        }
+        let disks = config.all_disks();
+        let disks = disks.iter().map(|disk| OpenedDisk::open(disk, config.cpus));
+        let disks = disks.collect::<Result<_, _>>()?;
         let mut pmem = Vec::new();
         for config in config.all_pmem() {
             let backing = PmemBacking::open(&config.path, config.read_only)?;
@@ -276,9 +276,10 @@ impl<'a> Parts<'a> {
             vcpus,
             transports: self.wiring.transports,
             meters: self.wiring.meters,
+            disks: self.wiring.disks,
             doorbells: self.wiring.doorbells,
             pci: self.wiring.pci,
-            executor: self.executor,
+            _executor: self.executor,
             handle,
             memory: memory.clone(),
             config: config.clone(),

@@ -6,6 +6,8 @@ use std::fmt;
 use std::path::{Path, PathBuf};
 use std::str::FromStr;
 
+use devices::rate_limiter::RateError;
+use devices::virtio::block::{MAX_QUEUES, UnknownEngine};
 use devices::virtio::net::{NetOption, NetOptionError};
 use serde::{Deserialize, Serialize};
 
@@ -48,8 +50,23 @@ pub enum ConfigError {
     #[error("kernel command line contains the control character {0:?}; remove it")]
     CmdlineCharacter(char),
     /// A disk option that is not understood.
-    #[error("disk option {0:?} is not known; use path=FILE[,id=NAME][,ro]")]
+    #[error(
+        "disk option {0:?} is not known; use path=FILE[,id=NAME][,ro], and engine=, queues=, \
+         rate_bytes=, rate_ops="
+    )]
     DiskOption(String),
+    /// The same option, twice.
+    #[error("disk option {0} is given twice; leave one out")]
+    DiskTwice(String),
+    /// No queue, or too many.
+    #[error("disk option queues={0} is not a number from 1 to {max}", max = MAX_QUEUES)]
+    DiskQueues(String),
+    /// An engine that does not exist.
+    #[error(transparent)]
+    DiskEngine(#[from] UnknownEngine),
+    /// A rate that makes no sense.
+    #[error(transparent)]
+    Rate(#[from] RateError),
     /// A disk without a file.
     #[error("disk {0:?} has no path; use path=FILE[,id=NAME][,ro]")]
     DiskPath(String),
@@ -278,9 +295,9 @@ impl VmConfig {
     /// All disks in the order in which the guest sees them, named.
     pub fn all_disks(&self) -> Vec<DiskConfig> {
         let rootfs = self.rootfs.iter().map(|path| DiskConfig {
-            path: path.clone(),
             id: "rootfs".to_owned(),
             read_only: true,
+            ..DiskConfig::new(path)
         });
         let mut disks: Vec<_> = rootfs.chain(self.disks.iter().cloned()).collect();
         for (index, disk) in disks.iter_mut().enumerate() {
@@ -342,6 +359,9 @@ impl VmConfig {
         }
         for net in &self.net {
             net.validate()?;
+        }
+        for disk in &self.disks {
+            disk.validate()?;
         }
         // Entropy and vsock are always there.
         let optional = [self.balloon, self.console == Console::Virtio];

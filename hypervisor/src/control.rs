@@ -208,6 +208,7 @@ impl Control {
                 actual_bytes: balloon.actual_bytes(),
             }),
             devices: self.vm.devices(),
+            disks: self.vm.disks(),
             config,
         }
     }

@@ -13,6 +13,7 @@ pub mod config;
 pub mod console;
 pub mod control;
 pub mod cpu;
+pub mod disks;
 pub mod doctor;
 pub mod doorbells;
 pub mod event;

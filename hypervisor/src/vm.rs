@@ -8,13 +8,13 @@ use devices::irq::Interrupt;
 use devices::memory::Memory;
 use devices::metrics::Meter;
 use devices::virtio::balloon::BalloonHandle;
-use devices::virtio::block::{Block, BlockConfig, RawFile};
 use devices::virtio::transport::Transport;
 use devices::virtio::vsock::VsockHandle;
 
 use crate::builder::BuildError;
 use crate::config::{DiskConfig, VmConfig};
 use crate::console::ConsoleLog;
+use crate::disks::{DiskInfo, OpenedDisk, RunningDisk};
 use crate::doorbells::Doorbells;
 use crate::generation::{Generation, GenerationError};
 use crate::kvm::VmHandle;
@@ -50,7 +50,10 @@ pub struct Vm {
     pub(crate) meters: Vec<(&'static str, &'static str, Meter)>,
     pub(crate) doorbells: Doorbells,
     pub(crate) pci: Option<PciSlots>,
-    pub(crate) executor: Executor,
+    /// After the devices, which run in their threads.
+    pub(crate) disks: Vec<RunningDisk>,
+    /// Runs all other devices.
+    pub(crate) _executor: Executor,
     pub(crate) handle: Arc<VmHandle>,
     pub(crate) memory: Memory,
     pub(crate) config: VmConfig,
@@ -167,6 +170,11 @@ impl Vm {
         gathering.families()
     }
 
+    /// Its disks, and which engine each has.
+    pub fn disks(&self) -> Vec<DiskInfo> {
+        self.disks.iter().map(|disk| disk.info.clone()).collect()
+    }
+
     fn slots(&self) -> Result<PciSlots, PlugError> {
         self.pci.clone().ok_or(PlugError::NoSlots)
     }
@@ -177,12 +185,12 @@ impl Vm {
         if self.transports.iter().any(|(id, _)| id.as_str() == disk.id) {
             return Err(PlugError::DuplicateId(disk.id.clone()));
         }
-        let file = RawFile::open(&disk.path, disk.read_only).map_err(BuildError::Disk)?;
-        let config = BlockConfig { read_only: disk.read_only, serial: disk.id.clone() };
-        let device = Block::new(self.executor.handle(), Box::new(file), config);
-        let id = DeviceId::new(disk.id.clone());
+        let opened = OpenedDisk::open(disk, self.config.cpus).map_err(BuildError::Disk)?;
+        let (running, device) = opened.into_device()?;
+        let id = running.id.clone();
         let (slot, transport) = slots.attach(&id, Box::new(device))?;
         self.transports.push((id, transport));
+        self.disks.push(running);
         self.config.disks.push(disk.clone());
         slots.announce(slot);
         Ok(())
@@ -205,6 +213,7 @@ impl Vm {
                 lock(&transport).lifecycle().pause();
             }
             self.config.disks.retain(|disk| disk.id != id.as_str());
+            self.disks.retain(|disk| disk.id != id);
             tracing::info!(device = %id, "unplugged");
         }
     }

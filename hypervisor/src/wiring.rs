@@ -19,7 +19,6 @@ use devices::memory::{GuestAddress, Memory};
 use devices::metrics::Meter;
 use devices::virtio::VirtioDevice;
 use devices::virtio::balloon::{Balloon, BalloonConfig, BalloonHandle};
-use devices::virtio::block::{Block, BlockConfig, RawFile};
 use devices::virtio::console::{Console, ConsoleConfig};
 use devices::virtio::mmio::{MmioTransport, REGION_SIZE};
 use devices::virtio::net::{Net, NetConfig, Tap};
@@ -31,6 +30,7 @@ use crate::boot::tables::MmioDevice;
 use crate::builder::{BuildError, Observers};
 use crate::config::{TransportKind, VmConfig};
 use crate::console::ConsoleLog;
+use crate::disks::{OpenedDisk, RunningDisk};
 use crate::doorbells::Doorbells;
 use crate::event::Events;
 use crate::kvm::VmHandle;
@@ -65,6 +65,8 @@ pub struct Wiring<'a> {
     pub mmio: Arc<Bus>,
     /// The virtio devices, in the order in which the guest finds them.
     pub transports: Vec<(DeviceId, SharedTransport)>,
+    /// The disks among them. Here, so that they are dropped after the devices.
+    pub disks: Vec<RunningDisk>,
     /// What counts beside the virtio devices: its kind, its name, its counts.
     pub meters: Vec<(&'static str, &'static str, Meter)>,
     /// The lines to connect.
@@ -90,6 +92,7 @@ impl<'a> Wiring<'a> {
             mmio: Arc::default(),
             transports: Vec::new(),
             meters: Vec::new(),
+            disks: Vec::new(),
             lines: Vec::new(),
             doorbells: Doorbells::default(),
         };
@@ -155,12 +158,13 @@ impl<'a> Wiring<'a> {
     pub fn virtio_devices(
         &mut self,
         config: &VmConfig,
-        disks: Vec<(DeviceId, RawFile, BlockConfig)>,
+        disks: Vec<OpenedDisk>,
     ) -> Result<VsockHandle, BuildError> {
         // Disks first: the guest names them in the order in which it finds them.
-        for (id, file, block) in disks {
-            let device = Block::new(self.executor.clone(), Box::new(file), block);
-            self.virtio(id, Box::new(device))?;
+        for disk in disks {
+            let (disk, device) = disk.into_device()?;
+            self.virtio(disk.id.clone(), Box::new(device))?;
+            self.disks.push(disk);
         }
         let vsock = VsockConfig { guest_cid: GUEST_CID, socket: config.vsock.clone() };
         let (vsock, handle) = Vsock::new(self.executor.clone(), vsock)?;

@@ -292,6 +292,21 @@ fn more_disks_than_fit() {
 }
 
 #[test]
+fn disk_options_with_values_that_cannot_be() {
+    let place = Place::new();
+    let disk = place.given("disk", [0; 4096]);
+    for (option, words) in [
+        ("engine=aio", ["\"aio\"", "use auto, io_uring or sync"]),
+        ("queues=17", ["queues=17", "1 to 16"]),
+        ("rate_bytes=10M", ["\"10M\"", "write for example 10M/s"]),
+        ("rate_ops=1/2h", ["\"1/2h\"", "write for example"]),
+        ("ro,ro", ["ro is given twice", "leave one out"]),
+    ] {
+        assert_disk_refused(&place, &format!("path={disk},{option}"), &words);
+    }
+}
+
+#[test]
 fn a_disk_with_an_unknown_option() {
     let words = ["\"rw=1\"", "use path=FILE[,id=NAME][,ro]"];
     assert_disk_refused(&Place::new(), "path=disk,rw=1", &words);

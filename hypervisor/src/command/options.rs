@@ -35,8 +35,10 @@ pub struct VmOptions {
     #[arg(long, value_name = "IMG")]
     pub rootfs: Option<PathBuf>,
 
-    /// Attach a disk: path=FILE[,id=NAME][,ro]. Raw images and block devices; may be repeated
-    #[arg(long = "disk", value_name = "path=FILE[,id=NAME][,ro]")]
+    /// Attach a disk: path=FILE[,id=NAME][,ro], a raw image or a block device; may be repeated.
+    /// Also engine=auto|io_uring|sync, queues=N (1 to 16), rate_bytes=RATE and rate_ops=RATE, with
+    /// a RATE such as 10M/s, 1000/100ms or 10M/s+64M (a burst, once)
+    #[arg(long = "disk", value_name = "path=FILE[,id=NAME][,ro][,…]")]
     pub disks: Vec<String>,
 
     /// Attach a file as persistent memory, /dev/pmem0 and on: path=FILE[,id=NAME][,ro]. Read-only it

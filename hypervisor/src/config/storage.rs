@@ -3,6 +3,8 @@
 use std::path::PathBuf;
 use std::str::FromStr;
 
+use devices::rate_limiter::RateLimit;
+use devices::virtio::block::{Engine, MAX_QUEUES};
 use serde::{Deserialize, Serialize};
 
 use super::ConfigError;
@@ -19,6 +21,39 @@ pub struct DiskConfig {
     /// The guest cannot write, whatever it negotiates.
     #[serde(default)]
     pub read_only: bool,
+    /// How the host does its I/O.
+    #[serde(default)]
+    pub engine: Engine,
+    /// Request queues; not given: one per vCPU, four at most.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub queues: Option<u16>,
+    /// Limits of reads and writes together.
+    #[serde(default, skip_serializing_if = "RateLimit::is_none")]
+    pub rate: RateLimit,
+}
+
+impl DiskConfig {
+    /// A disk that the guest can write, without anything special.
+    pub fn new(path: impl Into<PathBuf>) -> Self {
+        Self {
+            path: path.into(),
+            id: String::new(),
+            read_only: false,
+            engine: Engine::default(),
+            queues: None,
+            rate: RateLimit::default(),
+        }
+    }
+
+    /// Checks what text and JSON both can say.
+    pub(super) fn validate(&self) -> Result<(), ConfigError> {
+        match self.queues {
+            Some(queues) if !(1..=MAX_QUEUES).contains(&queues) => {
+                Err(ConfigError::DiskQueues(queues.to_string()))
+            }
+            _ => Ok(()),
+        }
+    }
 }
 
 /// `path=FILE[,id=NAME][,ro]`, in any order.
@@ -49,11 +84,41 @@ impl FileOptions {
 impl FromStr for DiskConfig {
     type Err = ConfigError;
 
-    /// Reads `path=FILE[,id=NAME][,ro]`.
+    /// Reads `path=FILE[,id=NAME][,ro][,engine=ENGINE][,queues=N][,rate_bytes=RATE][,rate_ops=RATE]`,
+    /// in any order.
     fn from_str(text: &str) -> Result<Self, ConfigError> {
-        let file = FileOptions::parse(text, ConfigError::DiskOption)?;
-        let path = file.path.ok_or_else(|| ConfigError::DiskPath(text.to_owned()))?;
-        Ok(Self { path, id: file.id, read_only: file.read_only })
+        let mut disk = Self::new(PathBuf::new());
+        let mut seen = Vec::new();
+        for option in text.split(',') {
+            let unknown = || ConfigError::DiskOption(option.to_owned());
+            let (key, value) = match option.split_once('=') {
+                Some((key, value)) if !value.is_empty() || key == "id" => (key, value),
+                None if option == "ro" => ("ro", ""),
+                _ => return Err(unknown()),
+            };
+            if seen.contains(&key) {
+                return Err(ConfigError::DiskTwice(key.to_owned()));
+            }
+            seen.push(key);
+            match key {
+                "path" => disk.path = value.into(),
+                "id" => disk.id = checked_id(value)?,
+                "ro" if option == "ro" => disk.read_only = true,
+                "engine" => disk.engine = value.parse()?,
+                "queues" => {
+                    let bad = |_| ConfigError::DiskQueues(value.to_owned());
+                    disk.queues = Some(value.parse().map_err(bad)?);
+                }
+                "rate_bytes" => disk.rate.bytes = Some(value.parse()?),
+                "rate_ops" => disk.rate.operations = Some(value.parse()?),
+                _ => return Err(unknown()),
+            }
+        }
+        if disk.path.as_os_str().is_empty() {
+            return Err(ConfigError::DiskPath(text.to_owned()));
+        }
+        disk.validate()?;
+        Ok(disk)
     }
 }
 
@@ -99,14 +164,40 @@ mod tests {
     #[test]
     fn disks_are_read_from_options() {
         let disk: DiskConfig = "path=/a/b.img,id=data,ro".parse().unwrap();
-        let expected = DiskConfig { path: "/a/b.img".into(), id: "data".into(), read_only: true };
+        let id = "data".to_owned();
+        let expected = DiskConfig { id, read_only: true, ..DiskConfig::new("/a/b.img") };
         assert_eq!(disk, expected);
+        let text = "engine=io_uring,queues=3,path=x,rate_bytes=10M/s+1G,rate_ops=500/s";
+        let disk: DiskConfig = text.parse().unwrap();
+        assert_eq!((disk.engine, disk.queues), (Engine::IoUring, Some(3)));
+        assert_eq!(disk.rate.bytes, Some("10M/s+1G".parse().unwrap()));
+        assert_eq!(disk.rate.operations, Some("500/s".parse().unwrap()));
+        let json = serde_json::to_string(&disk).unwrap();
+        assert_eq!(serde_json::from_str::<DiskConfig>(&json).unwrap(), disk);
     }
 
     #[test]
     fn bad_disk_options_are_refused() {
-        for text in ["", "ro", "path=", "path=x,rw=1", "path=x,id=", "path=x,id=a/b", "x"] {
-            assert!(text.parse::<DiskConfig>().is_err(), "{text}");
+        for (text, words) in [
+            ("", "use path=FILE"),
+            ("ro", "has no path"),
+            ("path=", "use path=FILE"),
+            ("path=x,rw=1", "\"rw=1\" is not known"),
+            ("path=x,ro=1", "\"ro=1\" is not known"),
+            ("path=x,id=", "1 to 20 letters"),
+            ("path=x,id=a/b", "1 to 20 letters"),
+            ("x", "use path=FILE"),
+            ("path=x,path=y", "path is given twice"),
+            ("path=x,ro,ro", "ro is given twice"),
+            ("path=x,engine=aio", "use auto, io_uring or sync"),
+            ("path=x,queues=0", "1 to 16"),
+            ("path=x,queues=17", "1 to 16"),
+            ("path=x,queues=many", "1 to 16"),
+            ("path=x,rate_bytes=10M", "write for example 10M/s"),
+            ("path=x,rate_ops=0/s", "at least 1"),
+        ] {
+            let error = text.parse::<DiskConfig>().unwrap_err().to_string();
+            assert!(error.contains(words) && !error.contains('\n'), "{text}: {error}");
         }
     }
 

@@ -127,6 +127,10 @@ impl DiskFile {
         let mut file = open(path, read_only)?;
         let block_device = check_kind(&file, path)?;
         if block_device && !read_only {
+            // Some devices can be opened for writing all the same.
+            if ask(&file, BLKROGET).unwrap_or(0) != 0 {
+                return Err(DiskError::ReadOnly(path.to_owned()));
+            }
             file = claim(&file, path)?;
         }
         let geometry = geometry(&mut file, path, block_device, read_only)?;

@@ -2,6 +2,7 @@
 
 mod backends;
 mod counts;
+mod devices;
 pub mod host;
 mod life;
 mod queues;
