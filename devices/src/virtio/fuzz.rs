@@ -223,13 +223,14 @@ fn subjects(executor: &Executor) -> Vec<(&'static str, Box<dyn VirtioDevice>)> {
     let file = tempfile::NamedTempFile::new().unwrap();
     std::fs::write(file.path(), [0; 4096]).unwrap();
     let disk = super::block::RawFile::open(file.path(), true).unwrap();
-    let config = super::block::BlockConfig { read_only: true, serial: "disk".to_owned() };
+    let config =
+        super::block::BlockConfig { read_only: true, ..super::block::BlockConfig::new("disk") };
     let backing = pmem::PmemBacking::open(file.path(), true).unwrap();
     let place = pmem::PmemConfig { start: GuestAddress(1 << 32) };
     let console = console::Console::new(handle(), <_>::default(), <_>::default()).0;
     vec![
         ("rng", Box::new(rng::Rng::new(handle(), rng::host_entropy))),
-        ("block", Box::new(super::block::Block::new(handle(), Box::new(disk), config))),
+        ("block", Box::new(super::block::Block::new(handle(), Box::new(disk), config).unwrap())),
         ("vsock", Box::new(vsock::Vsock::new(handle(), <_>::default()).unwrap().0)),
         ("balloon", Box::new(balloon::Balloon::new(handle(), <_>::default()).0)),
         ("pmem", Box::new(pmem::Pmem::new(handle(), backing, place).unwrap())),

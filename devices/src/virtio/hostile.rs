@@ -28,8 +28,8 @@ struct Bench {
 
 fn disk(executor: &Executor, file: &NamedTempFile, read_only: bool) -> Box<dyn VirtioDevice> {
     let disk = RawFile::open(file.path(), read_only).unwrap();
-    let config = BlockConfig { read_only, serial: "disk".to_owned() };
-    Box::new(Block::new(executor.handle(), Box::new(disk), config))
+    let config = BlockConfig { read_only, queues: 2, ..BlockConfig::new("disk") };
+    Box::new(Block::new(executor.handle(), Box::new(disk), config).unwrap())
 }
 
 impl Bench {

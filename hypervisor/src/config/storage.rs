@@ -213,14 +213,23 @@ mod tests {
 
     #[test]
     fn fuzz_disk_and_pmem_options() {
-        let corpus = ["path=/a/b.img,id=data,ro", "ro,path=/a.img", "path=x,id=a-b_c", "path=a=b"];
+        let corpus = [
+            "path=/a/b.img,id=data,ro",
+            "ro,path=/a.img",
+            "path=x,id=a-b_c",
+            "path=a=b",
+            "path=x,engine=io_uring,queues=16,rate_bytes=10M/s+1G,rate_ops=500/100ms",
+        ];
         let corpus = corpus.map(|text| text.as_bytes().to_vec());
         devices::testing::fuzz("disk and pmem options", &corpus, |input| {
             let text = String::from_utf8_lossy(input);
             let (disk, pmem) = (text.parse::<DiskConfig>(), text.parse::<PmemConfig>());
-            assert_eq!(disk.is_ok(), pmem.is_ok());
+            for error in [disk.as_ref().err(), pmem.as_ref().err()].into_iter().flatten() {
+                assert!(!error.to_string().contains('\n'), "{error}");
+            }
             let Ok(disk) = disk else { return 0 };
             assert!(!disk.path.as_os_str().is_empty() && disk.id.len() <= 20);
+            assert!(disk.queues.is_none_or(|queues| (1..=MAX_QUEUES).contains(&queues)));
             1 + usize::from(disk.read_only) + 2 * disk.id.len()
         });
     }
