@@ -20,6 +20,8 @@ mod generation;
 mod hostile;
 #[path = "api/metrics.rs"]
 mod metrics;
+#[path = "api/plug.rs"]
+mod plug;
 #[path = "api/streams.rs"]
 mod streams;
 
@@ -31,6 +33,7 @@ fn main() -> ExitCode {
         streams::trials(),
         hostile::trials(),
         metrics::trials(),
+        plug::trials(),
         generation::trials(),
     ];
     harness::lab::run_here_or_in_lab(modules.into_iter().flatten().collect())

@@ -1,0 +1,43 @@
+//! Disks that come and go while the guest runs.
+
+use harness::{TestVm, eventually, sh};
+use hypervisor::api::{ErrorKind, Reply, Request};
+use libtest_mimic::Trial;
+
+pub fn trials() -> Vec<Trial> {
+    harness::trials![a_disk_comes_and_goes, without_pci_there_are_no_slots]
+}
+
+/// The names of the guest's disks, in order.
+fn disks(vm: &TestVm) -> String {
+    vm.exec(sh("ls /sys/block | grep vd | sort | tr '\\n' ' '")).text()
+}
+
+fn a_disk_comes_and_goes() {
+    let builder = TestVm::builder().pci();
+    let path = builder.place().given("disk", vec![0; 1 << 20]);
+    let vm = builder.boot();
+    assert_eq!(disks(&vm), "");
+    for _ in 0..3 {
+        vm.cli("plug", &["--disk", &format!("path={path},id=data")]).end().output(0);
+        eventually("the guest finds the disk", || disks(&vm) == "vda");
+        vm.exec(sh("echo written >/dev/vda"));
+        vm.cli("unplug", &["data"]).end().output(0);
+        eventually("the guest lets go of the disk", || disks(&vm).is_empty());
+        assert!(std::fs::read(&path).unwrap().starts_with(b"written\n"));
+    }
+    let families = match vm.request(&Request::Metrics { format: Default::default() }) {
+        Reply::Metrics { families } => families,
+        reply => panic!("metrics were answered with {reply:?}"),
+    };
+    let labels = families.iter().flat_map(|family| &family.samples).flat_map(|s| s.labels.values());
+    assert!(labels.clone().any(|label| label == "rng") && !labels.clone().any(|l| l == "data"));
+}
+
+fn without_pci_there_are_no_slots() {
+    let vm = TestVm::boot();
+    let request = Request::RemoveDevice { id: "rng".to_owned() };
+    let Reply::Error { kind, message } = vm.request(&request) else { panic!("not refused") };
+    assert_eq!(kind, ErrorKind::Failed);
+    assert!(message.contains("--transport pci"), "{message}");
+}
