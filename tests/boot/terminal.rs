@@ -45,7 +45,7 @@ fn the_terminal_is_as_before_afterwards() {
     let place = Place::new();
     let line = "echo ready; read word; echo got $word";
     let mut terminal = Terminal::call(place.run(&[], sh(line)), 24, 80);
-    terminal.screen().wait_for("ready");
+    terminal.screen().wait_for("ready\r\n");
     let raw = !terminal.echoes();
     terminal.type_in(b"hello\r");
     let (ended, echoes) = terminal.end_with_echo();

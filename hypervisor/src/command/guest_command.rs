@@ -1,7 +1,7 @@
 //! A command in the guest, attached to this process's standard streams.
 
 use std::io;
-use std::sync::{Arc, Mutex, OnceLock, PoisonError};
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 
 use guest_protocol::{Connect, Error, ExitStatus, Remote, Session, Spawn, Stdio};
 
@@ -10,10 +10,32 @@ use crate::terminal::{RawTerminal, window_size};
 
 /// A command that is being started, runs, or has ended. [`Event::Finished`] tells of its end.
 pub struct GuestCommand {
-    remote: Arc<OnceLock<Remote>>,
+    progress: Arc<Mutex<Progress>>,
     result: Arc<Mutex<Option<Result<ExitStatus, Error>>>>,
     // Restores the terminal when the command is dropped.
     _terminal: Option<RawTerminal>,
+}
+
+/// How far a command is. Its first output may be seen before the guest has said that it runs, so
+/// a signal may come in between.
+enum Progress {
+    /// Being started, and the signal that it shall get then.
+    Starting(Option<i32>),
+    Started(Remote),
+}
+
+fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
+    mutex.lock().unwrap_or_else(PoisonError::into_inner)
+}
+
+/// The command runs: it can be reached, and gets the signal that came before.
+fn has_started(progress: &Mutex<Progress>, remote: Remote) {
+    let before = std::mem::replace(&mut *lock(progress), Progress::Started(remote.clone()));
+    if let Progress::Starting(Some(signal)) = before
+        && let Err(error) = remote.signal(signal)
+    {
+        tracing::warn!(%error, signal, "signal not passed on");
+    }
 }
 
 impl GuestCommand {
@@ -34,31 +56,37 @@ impl GuestCommand {
             }
         }
         let stdio = Stdio::inherit()?;
-        let remote = Arc::new(OnceLock::new());
+        let progress = Arc::new(Mutex::new(Progress::Starting(None)));
         let result = Arc::new(Mutex::new(None));
-        let (shared_remote, shared_result) = (remote.clone(), result.clone());
+        let (shared_progress, shared_result) = (progress.clone(), result.clone());
         let work = move || {
             let ended = Session::start(guest, spawn, stdio).and_then(|session| {
-                let _ = shared_remote.set(session.remote());
+                has_started(&shared_progress, session.remote());
                 on_start();
                 session.wait()
             });
-            *shared_result.lock().unwrap_or_else(PoisonError::into_inner) = Some(ended);
+            *lock(&shared_result) = Some(ended);
             events.send(Event::Finished);
         };
         std::thread::Builder::new().name("command".to_owned()).spawn(work)?;
-        Ok(Self { remote, result, _terminal: terminal })
+        Ok(Self { progress, result, _terminal: terminal })
     }
 
-    /// Passes a signal on to the command. False if it has not been started yet, or the guest does
-    /// not answer.
+    /// Passes a signal on to the command, at once or as soon as it has started. False if the guest
+    /// does not answer.
     pub fn signal(&self, signal: i32) -> bool {
-        self.remote.get().is_some_and(|remote| remote.signal(signal).is_ok())
+        match &mut *lock(&self.progress) {
+            Progress::Started(remote) => remote.signal(signal).is_ok(),
+            Progress::Starting(pending) => {
+                *pending = Some(signal);
+                true
+            }
+        }
     }
 
     /// The terminal's size has changed.
     pub fn resize(&self) {
-        if let Some(remote) = self.remote.get()
+        if let Progress::Started(remote) = &*lock(&self.progress)
             && let Err(error) = remote.resize(window_size())
         {
             tracing::debug!(%error, "terminal not resized");
@@ -67,7 +95,7 @@ impl GuestCommand {
 
     /// True if the command's end is not known because the way to the guest has broken.
     pub fn lost_the_guest(&self) -> bool {
-        let result = self.result.lock().unwrap_or_else(PoisonError::into_inner);
+        let result = lock(&self.result);
         matches!(
             result.as_ref(),
             Some(Err(Error::Connect { .. } | Error::Send { .. } | Error::Receive { .. }))
@@ -76,7 +104,7 @@ impl GuestCommand {
 
     /// The exit code and the message, if it failed to run, of a command that has ended.
     pub fn exit_code(&self) -> (u8, Option<String>) {
-        match self.result.lock().unwrap_or_else(PoisonError::into_inner).as_ref() {
+        match lock(&self.result).as_ref() {
             Some(Ok(status)) => (status.to_exit_code(), None),
             Some(Err(error)) => (error.exit_code(), Some(with_causes(error))),
             None => (crate::outcome::EXIT_SETUP, Some("the command has not ended".to_owned())),
