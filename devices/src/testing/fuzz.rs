@@ -152,7 +152,6 @@ fn mutate(input: &mut Vec<u8>, kept: &[Vec<u8>], random: &mut Random) {
 /// A queue in a small memory, into which inputs are put as chains.
 pub struct FuzzRing {
     memory: Memory,
-    next: u16,
 }
 
 const TABLE: u64 = 0x1000;
@@ -175,7 +174,7 @@ impl FuzzRing {
     /// Without a chain.
     pub fn new() -> Self {
         let ranges = [(GuestAddress(0), SMALL), (GuestAddress(2 * SMALL as u64), SMALL)];
-        Self { memory: Memory::from_ranges(&ranges).unwrap(), next: 0 }
+        Self { memory: Memory::from_ranges(&ranges).unwrap() }
     }
 
     /// Guest RAM.
@@ -209,13 +208,14 @@ impl FuzzRing {
         Chain::parse(&self.memory, GuestAddress(TABLE), ENTRIES, 0, true).ok()
     }
 
-    /// Makes that chain available on the queue.
-    pub fn offer(&mut self, input: &[u8]) {
+    /// Makes that chain available on `queue`, whatever became of the last ones: an answer may have
+    /// been written over the rings.
+    pub fn offer(&self, queue: &ActiveQueue, input: &[u8]) {
         self.place(input);
-        let slot = AVAIL + 4 + 2 * u64::from(self.next % ENTRIES);
-        self.next = self.next.wrapping_add(1);
+        let next = queue.record().next_avail;
+        let slot = AVAIL + 4 + 2 * u64::from(next % ENTRIES);
         self.memory.write_obj(0_u16, GuestAddress(slot)).unwrap();
-        self.memory.write_obj(self.next, GuestAddress(AVAIL + 2)).unwrap();
+        self.memory.write_obj(next.wrapping_add(1), GuestAddress(AVAIL + 2)).unwrap();
     }
 
     /// Well-formed inputs with `data`: in one piece, in two, with room for an answer, in a table.

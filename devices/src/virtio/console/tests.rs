@@ -317,7 +317,7 @@ fn a_record_comes_back() {
 
 #[test]
 fn fuzz_console_request() {
-    let (mut out, mut typed) = (FuzzRing::new(), FuzzRing::new());
+    let (out, typed) = (FuzzRing::new(), FuzzRing::new());
     let output = ConsoleOutput::new(4096);
     let executor = Executor::spawn("console").unwrap();
     let (console, handle) = device(executor.handle());
@@ -332,8 +332,8 @@ fn fuzz_console_request() {
     };
     fuzz("console request", &FuzzRing::seeds(b"hello\n"), |input| {
         handle.input().write(b"typed");
-        out.offer(input);
-        typed.offer(input);
+        out.offer(&worker.transmit, input);
+        typed.offer(&worker.receive, input);
         let printed = worker.print_all().map_err(|fault| fault.to_string().len() % 16);
         let typed = worker.type_all().map_err(|fault| fault.to_string().len() % 16);
         (printed, typed)

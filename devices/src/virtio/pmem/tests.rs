@@ -220,7 +220,7 @@ fn any_request_gets_one_answer() {
 
 #[test]
 fn fuzz_pmem_request() {
-    let mut ring = FuzzRing::new();
+    let ring = FuzzRing::new();
     let counters = PmemCounters::default();
     let mut worker = Worker {
         queue: ring.queue(0),
@@ -231,11 +231,11 @@ fn fuzz_pmem_request() {
     let corpus = [FuzzRing::seeds(&[0; 4]), FuzzRing::seeds(&[1, 0, 0, 0])].concat();
     fuzz("pmem request", &corpus, |input| {
         let before = counters.flushes() + counters.refused();
-        ring.offer(input);
+        ring.offer(&worker.queue, input);
         let served = worker.serve();
-        // One request is one answer, or a fault.
+        // A request is an answer, or a fault; an answer over the ring may make more of them.
         let counted = counters.flushes() + counters.refused() - before;
-        assert_eq!(counted, u64::from(served.is_ok()));
+        assert!(counted <= BUDGET as u64 && (counted > 0 || served.is_err()), "{counted}");
         served.map_err(|fault| fault.to_string().len() % 16).map(|_| counters.flushes() % 2)
     });
 }

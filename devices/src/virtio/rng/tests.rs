@@ -112,12 +112,12 @@ fn requests_bytes_and_failures_are_counted() {
 
 #[test]
 fn fuzz_rng_request() {
-    let mut ring = FuzzRing::new();
+    let ring = FuzzRing::new();
     let notifier = Notifier::new(Interrupt::none());
     let mut worker =
         Worker { queue: ring.queue(0), notifier, entropy: sevens, counters: Arc::default() };
     fuzz("rng request", &FuzzRing::seeds(&[0; 16]), |input| {
-        ring.offer(input);
+        ring.offer(&worker.queue, input);
         worker.serve().map_err(|fault| fault.to_string().len() % 16)
     });
 }
