@@ -8,6 +8,7 @@ use libtest_mimic::Trial;
 pub fn trials() -> Vec<Trial> {
     harness::trials![
         devices_count_what_the_guest_does,
+        disks_count_requests_and_bytes,
         counts_survive_a_pause,
         the_text_is_what_prometheus_reads,
     ]
@@ -46,6 +47,25 @@ fn devices_count_what_the_guest_does() {
     assert_eq!(value(&after, "cubevmm_balloon_guest_faults_total", "balloon"), 0);
     // Nobody asks for memory in this test.
     assert_eq!(value(&after, "cubevmm_balloon_target_bytes", "balloon"), 0);
+}
+
+fn disks_count_requests_and_bytes() {
+    let builder = TestVm::builder();
+    let path = builder.place().given("disk", vec![0; 1 << 20]);
+    let vm = builder.disk(format!("path={path},id=data")).boot();
+    let before = families(&vm);
+    let drop = "echo 3 >/proc/sys/vm/drop_caches";
+    vm.exec(sh(&format!("dd if=/dev/zero of=/dev/vda bs=4096 count=3 conv=fsync; {drop}")));
+    vm.exec(sh("dd if=/dev/vda of=/dev/null bs=4096 count=5 skip=10"));
+    let after = families(&vm);
+    let grown = |name: &str| value(&after, name, "data") - value(&before, name, "data");
+    assert!(grown("cubevmm_block_written_bytes_total") >= 3 * 4096, "{after:?}");
+    assert!(grown("cubevmm_block_writes_total") >= 1, "{after:?}");
+    assert!(grown("cubevmm_block_read_bytes_total") >= 5 * 4096, "{after:?}");
+    assert!(grown("cubevmm_block_reads_total") >= 1, "{after:?}");
+    assert!(grown("cubevmm_block_flushes_total") >= 1, "{after:?}");
+    assert_eq!(value(&after, "cubevmm_block_errors_total", "data"), 0);
+    assert_eq!(value(&after, "cubevmm_block_guest_faults_total", "data"), 0);
 }
 
 fn counts_survive_a_pause() {
