@@ -56,7 +56,7 @@ pub enum ConfigError {
     )]
     DiskOption(String),
     /// The same option, twice.
-    #[error("disk option {0} is given twice; leave one out")]
+    #[error("disk option {0:?} is given twice; leave one out")]
     DiskTwice(String),
     /// No queue, or too many.
     #[error("disk option queues={0} is not a number from 1 to {max}", max = MAX_QUEUES)]

@@ -5,7 +5,8 @@
 
 use devices::executor::Executor;
 use devices::ids::DeviceId;
-use devices::virtio::block::{Block, BlockConfig, DiskError, EngineKind, OpenDisk};
+pub use devices::virtio::block::EngineKind;
+use devices::virtio::block::{Block, BlockConfig, DiskError, OpenDisk};
 use serde::{Deserialize, Serialize};
 
 use crate::builder::BuildError;

@@ -5,6 +5,7 @@ use std::time::{Duration, Instant};
 use guest_protocol::Spawn;
 use harness::{Step, TestVm, eventually, image, lifecycle, sh};
 use hypervisor::api::{ErrorKind, Reply, Request, StopHow};
+use hypervisor::disks::EngineKind;
 use hypervisor::state::VmState;
 use libtest_mimic::Trial;
 
@@ -15,6 +16,7 @@ pub fn trials() -> Vec<Trial> {
         illegal_requests_are_refused_with_their_kind,
         a_command_asked_for_during_a_pause_comes_after_it,
         a_paused_vm_can_be_stopped,
+        info_tells_the_engine_of_each_disk,
         a_guest_answers_after_every_pause,
         output_survives_many_pauses,
         disk_contents_survive_many_pauses,
@@ -123,6 +125,19 @@ fn a_command_asked_for_during_a_pause_comes_after_it() {
     std::thread::sleep(Duration::from_millis(500));
     vm.ask(&Request::Resume {});
     assert_eq!(running.end().output(0), "late\n");
+}
+
+fn info_tells_the_engine_of_each_disk() {
+    let builder = TestVm::builder().cpus(2);
+    let [one, two] = ["one", "two"].map(|name| builder.place().given(name, [0; 4096]));
+    let (slow, other) = (format!("path={one},id=slow,engine=sync,queues=1"), format!("path={two}"));
+    let vm = builder.disk(slow).disk(other).boot();
+    let [slow, other] = &vm.info().disks[..] else { panic!("{:?}", vm.info().disks) };
+    assert_eq!((slow.id.as_str(), slow.engine, slow.queues), ("slow", EngineKind::Sync, 1));
+    assert_eq!(slow.fallback, None);
+    assert_eq!(other.queues, 2);
+    // Whichever it is here: one that is not the first choice has its reason.
+    assert_eq!(other.engine == EngineKind::Sync, other.fallback.is_some());
 }
 
 fn a_paused_vm_can_be_stopped() {

@@ -300,7 +300,7 @@ fn disk_options_with_values_that_cannot_be() {
         ("queues=17", ["queues=17", "1 to 16"]),
         ("rate_bytes=10M", ["\"10M\"", "write for example 10M/s"]),
         ("rate_ops=1/2h", ["\"1/2h\"", "write for example"]),
-        ("ro,ro", ["ro is given twice", "leave one out"]),
+        ("ro,ro", ["\"ro\" is given twice", "leave one out"]),
     ] {
         assert_disk_refused(&place, &format!("path={disk},{option}"), &words);
     }
@@ -314,7 +314,7 @@ fn a_disk_with_an_unknown_option() {
 
 #[test]
 fn a_disk_with_two_paths() {
-    let words = ["\"path=b\"", "use path=FILE[,id=NAME][,ro]"];
+    let words = ["\"path=b\"", "given twice", "leave one out"];
     assert_disk_refused(&Place::new(), "path=a,path=b", &words);
 }
 

@@ -97,7 +97,7 @@ impl FromStr for DiskConfig {
                 _ => return Err(unknown()),
             };
             if seen.contains(&key) {
-                return Err(ConfigError::DiskTwice(key.to_owned()));
+                return Err(ConfigError::DiskTwice(option.to_owned()));
             }
             seen.push(key);
             match key {
@@ -187,8 +187,8 @@ mod tests {
             ("path=x,id=", "1 to 20 letters"),
             ("path=x,id=a/b", "1 to 20 letters"),
             ("x", "use path=FILE"),
-            ("path=x,path=y", "path is given twice"),
-            ("path=x,ro,ro", "ro is given twice"),
+            ("path=x,path=y", "\"path=y\" is given twice"),
+            ("path=x,ro,ro", "\"ro\" is given twice"),
             ("path=x,engine=aio", "use auto, io_uring or sync"),
             ("path=x,queues=0", "1 to 16"),
             ("path=x,queues=17", "1 to 16"),
