@@ -59,7 +59,7 @@ pub enum ConfigError {
     #[error("disk option {0:?} is given twice; leave one out")]
     DiskTwice(String),
     /// No queue, or too many.
-    #[error("disk option queues={0} is not a number from 1 to {max}", max = MAX_QUEUES)]
+    #[error("disk option queues={0:?} is not a number from 1 to {max}", max = MAX_QUEUES)]
     DiskQueues(String),
     /// An engine that does not exist.
     #[error(transparent)]

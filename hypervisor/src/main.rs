@@ -118,5 +118,11 @@ fn act(command: &Command, ladder: Ladder) -> anyhow::Result<u8> {
 }
 
 fn one_line(error: &anyhow::Error) -> String {
-    hypervisor::command::guest_command::with_causes(error.as_ref()).replace('\n', " ")
+    let text = hypervisor::command::guest_command::with_causes(error.as_ref()).replace('\n', " ");
+    // What was given may be anything; a terminal must not obey it.
+    let plain = |letter: char| match letter.is_control() {
+        true => letter.escape_default().to_string(),
+        false => letter.to_string(),
+    };
+    text.chars().map(plain).collect()
 }

@@ -297,13 +297,21 @@ fn disk_options_with_values_that_cannot_be() {
     let disk = place.given("disk", [0; 4096]);
     for (option, words) in [
         ("engine=aio", ["\"aio\"", "use auto, io_uring or sync"]),
-        ("queues=17", ["queues=17", "1 to 16"]),
+        ("queues=17", ["queues=\"17\"", "1 to 16"]),
         ("rate_bytes=10M", ["\"10M\"", "write for example 10M/s"]),
         ("rate_ops=1/2h", ["\"1/2h\"", "write for example"]),
         ("ro,ro", ["\"ro\" is given twice", "leave one out"]),
     ] {
         assert_disk_refused(&place, &format!("path={disk},{option}"), &words);
     }
+}
+
+#[test]
+fn a_disk_whose_name_a_terminal_would_obey() {
+    let place = Place::new();
+    let ended = run(&place, &["--disk", "path=no\u{1b}[2J\r\n"]).end();
+    ended.assert_refused(&["no\\u{1b}[2J"]);
+    assert!(!ended.stderr.trim_end().contains(char::is_control), "{ended:?}");
 }
 
 #[test]
