@@ -4,7 +4,7 @@ use std::fs;
 use std::io::Write;
 use std::sync::atomic::{AtomicU32, Ordering};
 use std::thread;
-use std::time::Duration;
+use std::time::{Duration, Instant};
 
 use harness::{Ended, Place};
 
@@ -15,6 +15,9 @@ pub const MEMORY: u64 = 64 << 20;
 
 /// What the process may use beside guest memory.
 const OWN: u64 = 64 << 20;
+
+/// A guest that has not ended by then hangs; long, for those who ask for many random accesses.
+const HANGS_AFTER: Duration = Duration::from_secs(1800);
 
 /// Lines that it may write, whatever the guest does.
 const LINES: usize = 150;
@@ -105,7 +108,9 @@ pub fn run(kind: Kind, script: &Script) -> Option<Ended> {
     let mut running = call.start();
     let status = format!("/proc/{}/status", running.pid());
     let mut most = 0;
+    let deadline = Instant::now() + HANGS_AFTER;
     while !running.has_ended() {
+        assert!(Instant::now() < deadline, "the guest hangs");
         most = most.max(high_water(&status));
         thread::sleep(Duration::from_millis(2));
     }
