@@ -54,16 +54,30 @@ pub fn picture() -> Vec<u8> {
 
 /// Bytes that look like nothing, the same for the same seed.
 pub fn noise(len: usize, seed: u64) -> Vec<u8> {
-    let mut state = seed | 1;
-    let mut bytes = Vec::with_capacity(len + 8);
-    while bytes.len() < len {
-        state ^= state << 13;
-        state ^= state >> 7;
-        state ^= state << 17;
-        bytes.extend(state.to_le_bytes());
-    }
+    let mut bytes = vec![0; len.next_multiple_of(8)];
+    Noise::new(seed).fill(&mut bytes);
     bytes.truncate(len);
     bytes
+}
+
+/// The bytes of [`noise`], one piece after the other.
+pub struct Noise(u64);
+
+impl Noise {
+    /// From the start.
+    pub fn new(seed: u64) -> Self {
+        Self(seed | 1)
+    }
+
+    /// The next bytes, a multiple of eight.
+    pub fn fill(&mut self, piece: &mut [u8]) {
+        for word in piece.chunks_exact_mut(8) {
+            self.0 ^= self.0 << 13;
+            self.0 ^= self.0 >> 7;
+            self.0 ^= self.0 << 17;
+            word.copy_from_slice(&self.0.to_le_bytes());
+        }
+    }
 }
 
 /// Runs a program of the host that makes something.

@@ -10,6 +10,7 @@
 //! | [`lifecycle`] | what a check must survive: pause and resume |
 //! | [`census`] | processes, files and memory, as `/proc` has them |
 //! | [`terminal`] | a terminal for `cube-vmm` |
+//! | [`wire`] | a network namespace with a TAP, and the host's ends of connections |
 //! | [`image`] | kernels of a few bytes, disk and root images |
 //! | [`artifacts`] | where the things under test are, and what to say when they are missing |
 //! | [`lab`] | the main function of tests that need real guests: here, or in the lab |
@@ -28,6 +29,7 @@ pub mod lifecycle;
 pub mod place;
 pub mod terminal;
 pub mod vm;
+pub mod wire;
 
 pub use call::{Call, Ended, Running};
 pub use guest::{Output, sh};

@@ -6,7 +6,7 @@ use std::path::{Path, PathBuf};
 use std::time::{Duration, Instant};
 
 use guest_protocol::{Client, HybridSocket, Spawn};
-use hypervisor::api::{Info, Reply, Request, StopHow};
+use hypervisor::api::{Info, MetricsFormat, Reply, Request, StopHow};
 use hypervisor::api_socket;
 use nix::sys::signal::Signal;
 
@@ -26,7 +26,9 @@ pub struct Builder {
 }
 
 impl Builder {
-    fn option(mut self, name: &str, value: impl Into<String>) -> Self {
+    /// Any option of `cube-vmm start`.
+    #[must_use]
+    pub fn option(mut self, name: &str, value: impl Into<String>) -> Self {
         self.arguments.extend([name.to_owned(), value.into()]);
         self
     }
@@ -47,6 +49,12 @@ impl Builder {
     #[must_use]
     pub fn pci(self) -> Self {
         self.option("--transport", "pci")
+    }
+
+    /// Its devices on `mmio` or `pci`.
+    #[must_use]
+    pub fn transport(self, transport: &str) -> Self {
+        self.option("--transport", transport)
     }
 
     /// A disk, in the words of `--disk`. Relative paths start at the place's working folder.
@@ -198,6 +206,21 @@ impl TestVm {
             Reply::Info(info) => *info,
             reply => panic!("info was answered with {reply:?}"),
         }
+    }
+
+    /// What a device has counted under a name, without the name's prefix.
+    ///
+    /// # Panics
+    /// If it does not count that.
+    #[track_caller]
+    pub fn count(&self, name: &str, device: &str) -> u64 {
+        let request = Request::Metrics { format: MetricsFormat::Json };
+        let Reply::Metrics { families } = self.request(&request) else { panic!("no metrics") };
+        let name = format!("cubevmm_{name}");
+        let samples = families.iter().filter(|family| family.name == name).flat_map(|f| &f.samples);
+        let of_device = samples.clone().find(|s| s.labels.values().any(|value| value == device));
+        let names = samples.collect::<Vec<_>>();
+        of_device.unwrap_or_else(|| panic!("no {name} of {device}: {names:?}")).value
     }
 
     /// Sends raw bytes as one conversation on the control socket; gives all that is answered until

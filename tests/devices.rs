@@ -1,0 +1,18 @@
+//! What a guest does with its devices, with the tools that people use.
+//!
+//! `cargo test -p cube-tests --test devices [FILTER]` runs these, on this machine if its KVM runs Linux
+//! guests and in the lab otherwise.
+
+#![allow(clippy::unwrap_used, clippy::panic, reason = "tests fail by panics")]
+
+use std::process::ExitCode;
+
+#[path = "devices/link.rs"]
+mod link;
+#[path = "devices/network.rs"]
+mod network;
+
+fn main() -> ExitCode {
+    let modules = [network::trials(), link::trials()];
+    harness::lab::run_here_or_in_lab(modules.into_iter().flatten().collect())
+}

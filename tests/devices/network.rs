@@ -1,0 +1,128 @@
+//! The network from the guest through a TAP to a server of the host.
+
+use std::collections::HashSet;
+use std::env;
+use std::io::{Read, Write};
+use std::net::TcpStream;
+use std::thread;
+use std::time::Instant;
+
+use harness::{TestVm, image, wire};
+use libtest_mimic::Trial;
+use nix::sys::resource::{Resource, getrlimit, setrlimit};
+
+pub fn trials() -> Vec<Trial> {
+    harness::trials![
+        the_host_answers_pings_over_mmio,
+        the_host_answers_pings_over_pci,
+        streams_arrive_byte_for_byte_over_mmio,
+        streams_arrive_byte_for_byte_over_pci,
+        a_thousand_connections_do_not_mix_over_mmio,
+        a_thousand_connections_do_not_mix_over_pci,
+    ]
+}
+
+/// A guest whose network is up.
+fn guest(transport: &str) -> TestVm {
+    let net = format!("tap={},id=net", wire::TAP);
+    let vm = TestVm::builder().transport(transport).option("--net", net).boot();
+    wire::configure(&vm);
+    vm
+}
+
+fn assert_pings(transport: &str) {
+    let vm = guest(transport);
+    let text = vm.exec(["ping", "-c", "5", "-s", "1400", &wire::HOST.to_string()]).text();
+    assert!(text.contains("5 packets received"), "{text}");
+    assert!(vm.count("net_received_frames_total", "net") >= 5);
+    assert_eq!(vm.count("net_guest_faults_total", "net"), 0);
+}
+
+fn the_host_answers_pings_over_mmio() {
+    wire::in_a_network(|| assert_pings("mmio"));
+}
+
+fn the_host_answers_pings_over_pci() {
+    wire::in_a_network(|| assert_pings("pci"));
+}
+
+/// Bytes of a stream, a multiple of 64 KiB.
+fn stream_bytes() -> u64 {
+    let asked = env::var("CUBE_NET_BYTES").ok().map(|text| text.parse().unwrap());
+    asked.unwrap_or(32_u64 << 20).next_multiple_of(64 << 10)
+}
+
+/// How fast something was, where times are told.
+fn tell(what: &str, bytes: u64, started: Instant) {
+    if env::var_os("CUBE_TEST_TIMES").is_some() {
+        let seconds = started.elapsed().as_secs_f64();
+        eprintln!("{what}: {bytes} bytes, {:.1} MB/s", bytes as f64 / seconds / 1e6);
+    }
+}
+
+fn assert_streams(transport: &str) {
+    let vm = guest(transport);
+    let program = wire::install(&vm);
+    let bytes = stream_bytes();
+    let run = |way: &str, serve: fn(&TcpStream, u64, u64)| {
+        let (listener, port) = wire::listen();
+        let serving = thread::spawn(move || serve(&wire::accept(&listener), bytes, 71));
+        let started = Instant::now();
+        let (address, size) = (wire::HOST.to_string(), bytes.to_string());
+        let output = vm.exec([program.as_str(), &address, &port, way, &size, "71"]);
+        assert!(output.status.success(), "{way}: {output:?}");
+        serving.join().unwrap();
+        tell(&format!("the guest's {way} over {transport}"), bytes, started);
+    };
+    run("send", wire::expect_noise);
+    run("receive", wire::send_noise);
+    assert!(vm.count("net_sent_bytes_total", "net") > bytes);
+    assert!(vm.count("net_received_bytes_total", "net") > bytes);
+    assert_eq!(vm.count("net_guest_faults_total", "net"), 0);
+}
+
+fn streams_arrive_byte_for_byte_over_mmio() {
+    wire::in_a_network(|| assert_streams("mmio"));
+}
+
+fn streams_arrive_byte_for_byte_over_pci() {
+    wire::in_a_network(|| assert_streams("pci"));
+}
+
+const CONNECTIONS: usize = 1000;
+const MESSAGE: usize = 1024;
+
+/// Takes all connections before it answers the first, with what it has said. Gives what all said.
+fn echo(listener: &std::net::TcpListener) -> HashSet<Vec<u8>> {
+    let streams: Vec<TcpStream> = (0..CONNECTIONS).map(|_| wire::accept(listener)).collect();
+    let answer = |mut stream: &TcpStream| {
+        let mut message = vec![0; MESSAGE];
+        stream.read_exact(&mut message).unwrap();
+        stream.write_all(&message).unwrap();
+        message
+    };
+    streams.iter().map(answer).collect()
+}
+
+fn assert_connections(transport: &str) {
+    let vm = guest(transport);
+    let program = wire::install(&vm);
+    let (_, most) = getrlimit(Resource::RLIMIT_NOFILE).unwrap();
+    setrlimit(Resource::RLIMIT_NOFILE, most, most).unwrap();
+    let (listener, port) = wire::listen();
+    let serving = thread::spawn(move || echo(&listener));
+    let (address, count) = (wire::HOST.to_string(), CONNECTIONS.to_string());
+    let output = vm.exec([program.as_str(), &address, &port, "echo", &count]);
+    assert!(output.status.success(), "{output:?}");
+    // That of connection n is the noise of 2n + 1.
+    let expected = (0..CONNECTIONS).map(|n| image::noise(MESSAGE, 2 * n as u64 + 1)).collect();
+    assert!(serving.join().unwrap() == expected, "the host got other messages");
+}
+
+fn a_thousand_connections_do_not_mix_over_mmio() {
+    wire::in_a_network(|| assert_connections("mmio"));
+}
+
+fn a_thousand_connections_do_not_mix_over_pci() {
+    wire::in_a_network(|| assert_connections("pci"));
+}
