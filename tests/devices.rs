@@ -7,12 +7,14 @@
 
 use std::process::ExitCode;
 
+#[path = "devices/balloon.rs"]
+mod balloon;
 #[path = "devices/link.rs"]
 mod link;
 #[path = "devices/network.rs"]
 mod network;
 
 fn main() -> ExitCode {
-    let modules = [network::trials(), link::trials()];
+    let modules = [network::trials(), link::trials(), balloon::trials()];
     harness::lab::run_here_or_in_lab(modules.into_iter().flatten().collect())
 }

@@ -132,3 +132,10 @@ pub fn private_memory(process: u32, guest_ram: u64) -> u64 {
     }
     sum
 }
+
+/// Bytes of memory of a process, those that it shares in proportion.
+pub fn proportional_set_size(process: u32) -> u64 {
+    let rollup = fs::read_to_string(format!("/proc/{process}/smaps_rollup")).unwrap();
+    let line = rollup.lines().find_map(|line| line.strip_prefix("Pss:")).unwrap();
+    line.trim().trim_end_matches(" kB").parse::<u64>().unwrap() << 10
+}
