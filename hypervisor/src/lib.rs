@@ -20,6 +20,7 @@ pub mod event;
 pub mod generation;
 pub mod kvm;
 pub mod layout;
+pub mod logs;
 pub mod memory;
 pub mod metrics;
 pub mod outcome;

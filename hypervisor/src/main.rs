@@ -1,5 +1,6 @@
 //! `cube-vmm`: the command line of the hypervisor.
 
+use std::io::Write;
 use std::process::ExitCode;
 
 use clap::{Parser, Subcommand};
@@ -7,7 +8,7 @@ use hypervisor::api::Request;
 use hypervisor::command::{client, run, start};
 use hypervisor::outcome::EXIT_SETUP;
 use hypervisor::trace::Ladder;
-use hypervisor::{doctor, signals};
+use hypervisor::{doctor, logs, signals};
 
 /// Runs commands and services in microVMs on KVM.
 #[derive(Parser)]
@@ -74,15 +75,8 @@ enum Command {
 
 fn main() -> ExitCode {
     let ladder = Ladder::start();
-    tracing_subscriber::fmt()
-        .with_writer(std::io::stderr)
-        .with_env_filter(
-            tracing_subscriber::EnvFilter::try_from_env("CUBE_LOG")
-                .unwrap_or_else(|_| tracing_subscriber::EnvFilter::new("warn")),
-        )
-        .init();
     let cli = Cli::parse();
-    match act(&cli.command, ladder) {
+    match logs::start().and_then(|()| act(&cli.command, ladder)) {
         Ok(code) => ExitCode::from(code),
         Err(error) => {
             eprintln!("cube-vmm: {}", one_line(&error));
@@ -107,11 +101,10 @@ fn act(command: &Command, ladder: Ladder) -> anyhow::Result<u8> {
         Command::Stop(options) => client::stop(options),
         Command::Doctor { json } => {
             let report = doctor::examine();
-            if *json {
-                println!("{}", serde_json::to_string_pretty(&report)?);
-            } else {
-                print!("{}", report.render());
-            }
+            let text =
+                if *json { serde_json::to_string_pretty(&report)? + "\n" } else { report.render() };
+            // Whoever closed the pipe has read enough.
+            let _ = std::io::stdout().write_all(text.as_bytes());
             Ok(report.exit_code())
         }
     }
