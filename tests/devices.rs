@@ -14,7 +14,14 @@ mod link;
 #[path = "devices/network.rs"]
 mod network;
 
+#[path = "devices/pmem.rs"]
+mod pmem;
+
+#[path = "devices/together.rs"]
+mod together;
+
 fn main() -> ExitCode {
-    let modules = [network::trials(), link::trials(), balloon::trials()];
+    let modules =
+        [network::trials(), link::trials(), balloon::trials(), pmem::trials(), together::trials()];
     harness::lab::run_here_or_in_lab(modules.into_iter().flatten().collect())
 }

@@ -139,3 +139,45 @@ pub fn proportional_set_size(process: u32) -> u64 {
     let line = rollup.lines().find_map(|line| line.strip_prefix("Pss:")).unwrap();
     line.trim().trim_end_matches(" kB").parse::<u64>().unwrap() << 10
 }
+
+/// What of a file is in a process's memory, in bytes.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub struct FileMapping {
+    /// All of it.
+    pub resident: u64,
+    /// Its share of what others have in memory, too.
+    pub proportional: u64,
+    /// What differs from the file.
+    pub private_dirty: u64,
+}
+
+/// Looks at the mappings of a file in a process.
+///
+/// # Panics
+/// If it has none.
+#[track_caller]
+pub fn file_mapping(process: u32, file: &str) -> FileMapping {
+    let smaps = fs::read_to_string(format!("/proc/{process}/smaps")).unwrap();
+    let mut sum = None;
+    let mut is_of_file = false;
+    for line in smaps.lines() {
+        let mut words = line.split_whitespace();
+        let (Some(name), Some(value)) = (words.next(), words.next()) else { continue };
+        if !name.ends_with(':') {
+            is_of_file = line.ends_with(file);
+            continue;
+        }
+        if !is_of_file {
+            continue;
+        }
+        let mapping: &mut FileMapping = sum.get_or_insert_default();
+        let bytes = || value.parse::<u64>().unwrap() << 10;
+        match name {
+            "Rss:" => mapping.resident += bytes(),
+            "Pss:" => mapping.proportional += bytes(),
+            "Private_Dirty:" => mapping.private_dirty += bytes(),
+            _ => {}
+        }
+    }
+    sum.unwrap_or_else(|| panic!("no mapping of {file} in:\n{smaps}"))
+}

@@ -125,7 +125,7 @@ pub fn tree(place: &Place, mark: &str) -> String {
 /// An ext4 image of a tree.
 pub fn ext4(place: &Place, tree: &str) -> String {
     let image = text(&place.given_path("root.ext4"));
-    host("mkfs.ext4", &["-q", "-d", tree, &image, "16M"]);
+    host("mkfs.ext4", &["-q", "-b", "4096", "-d", tree, &image, "16M"]);
     image
 }
 
