@@ -12,6 +12,7 @@
 
 use std::path::PathBuf;
 
+use devices::virtio::net::NetOption;
 use guest_protocol::Hello;
 use serde::{Deserialize, Serialize};
 
@@ -58,7 +59,13 @@ pub enum Request {
         /// The disk; its id must be given and not be taken.
         disk: DiskConfig,
     },
-    /// Asks the guest to let go of a device. Legal while running, on a VM with PCI. Answer:
+    /// Plugs a network card. Legal while running, on a VM with PCI. Answer: [`Reply::Done`] when it
+    /// is in its slot; the guest finds it a moment later.
+    AddNet {
+        /// The card, on a TAP by name; its id must be given and not be taken.
+        net: NetOption,
+    },
+    /// Asks the guest to let go of a disk or a network card. Legal while running, on a VM with PCI. Answer:
     /// [`Reply::Done`] when the guest has been asked; [`Info::devices`] tells when it is gone.
     RemoveDevice {
         /// The device's name.

@@ -330,6 +330,17 @@ impl VmConfig {
         all
     }
 
+    /// The same with every device named, so that its name stays when others come and go.
+    #[must_use]
+    pub fn named(&self) -> Self {
+        let mut disks = self.all_disks();
+        if self.rootfs.is_some() {
+            // Its name is fixed.
+            disks.remove(0);
+        }
+        Self { disks, pmem: self.all_pmem(), net: self.all_net(), ..self.clone() }
+    }
+
     fn device_ids(&self) -> Vec<String> {
         let disks = self.all_disks().into_iter().map(|disk| disk.id);
         let pmem = self.all_pmem().into_iter().map(|pmem| pmem.id);
@@ -415,6 +426,16 @@ mod tests {
             boot_protocol: BootProtocol::Auto,
             transport: TransportKind::Mmio,
         }
+    }
+
+    #[test]
+    fn names_given_by_position_stay_when_others_go() {
+        let disks = ["/a", "/b"].map(DiskConfig::new).to_vec();
+        let mut named = VmConfig { rootfs: Some("/root".into()), disks, ..config() }.named();
+        named.disks.remove(0);
+        let names = |config: &VmConfig| config.all_disks().into_iter().map(|disk| disk.id);
+        assert_eq!(names(&named).collect::<Vec<_>>(), ["rootfs", "disk2"]);
+        assert_eq!(named.named(), named);
     }
 
     #[test]

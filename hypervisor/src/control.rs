@@ -142,6 +142,7 @@ impl Control {
             Request::SetBalloon { bytes } => answer(&reply, self.set_balloon(bytes)),
             Request::NewGeneration {} => answer(&reply, done(self.vm.renew_generation())),
             Request::AddDisk { disk } => answer(&reply, done(self.vm.add_disk(&disk))),
+            Request::AddNet { net } => answer(&reply, done(self.vm.add_net(&net))),
             Request::RemoveDevice { id } => answer(&reply, done(self.vm.remove_device(&id))),
             Request::Stop { how, timeout_ms } => {
                 let happening = self.stop(how, Duration::from_millis(timeout_ms));

@@ -25,6 +25,7 @@ pub mod memory;
 pub mod metrics;
 pub mod outcome;
 pub mod pci_slots;
+pub mod plug;
 pub mod signals;
 pub mod state;
 pub mod terminal;

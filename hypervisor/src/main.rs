@@ -58,7 +58,8 @@ enum Command {
     Resume(client::Target),
     /// Ask a guest for memory through its balloon
     Balloon(client::BalloonOptions),
-    /// Plug a disk into a VM with PCI
+    /// Plug a disk or a network card into a VM with PCI
+    #[command(after_help = client::PLUG_HELP)]
     Plug(client::PlugOptions),
     /// Take a device out of a VM with PCI
     Unplug(client::UnplugOptions),

@@ -53,6 +53,7 @@ pub fn check(state: VmState, request: &Request) -> Result<(), Illegal> {
             ("new_generation", matches!(state, VmState::Running | VmState::Paused))
         }
         Request::AddDisk { .. } => ("add_disk", state == VmState::Running),
+        Request::AddNet { .. } => ("add_net", state == VmState::Running),
         Request::RemoveDevice { .. } => ("remove_device", state == VmState::Running),
         Request::Stop { .. } => ("stop", true),
     };

@@ -12,7 +12,7 @@ use devices::virtio::transport::Transport;
 use devices::virtio::vsock::VsockHandle;
 
 use crate::builder::BuildError;
-use crate::config::{DiskConfig, VmConfig};
+use crate::config::{ConfigError, DiskConfig, VmConfig};
 use crate::console::ConsoleLog;
 use crate::disks::{DiskInfo, OpenedDisk, RunningDisk};
 use crate::doorbells::Doorbells;
@@ -33,6 +33,17 @@ pub enum PlugError {
     /// The name is taken.
     #[error("a device is called {0:?} already; give the new one another id=")]
     DuplicateId(String),
+    /// The device makes no sense beside the others.
+    #[error(transparent)]
+    Config(ConfigError),
+    /// Descriptors of somebody else.
+    #[error(
+        "fd={0:?} cannot be plugged: the numbers mean other files in the VM's process; use tap=NAME"
+    )]
+    Descriptors(Vec<i32>),
+    /// A device that the guest, or its host, cannot do without.
+    #[error("{0:?} is neither a disk nor a network card of this VM, so it cannot be unplugged")]
+    NotPluggable(String),
     /// The device could not be made, or is not there.
     #[error(transparent)]
     Device(#[from] BuildError),
@@ -53,7 +64,7 @@ pub struct Vm {
     /// After the devices, which run in their threads.
     pub(crate) disks: Vec<RunningDisk>,
     /// Runs all other devices.
-    pub(crate) _executor: Executor,
+    pub(crate) executor: Executor,
     pub(crate) handle: Arc<VmHandle>,
     pub(crate) memory: Memory,
     pub(crate) config: VmConfig,
@@ -175,13 +186,16 @@ impl Vm {
         self.disks.iter().map(|disk| disk.info.clone()).collect()
     }
 
-    fn slots(&self) -> Result<PciSlots, PlugError> {
+    pub(crate) fn slots(&self) -> Result<PciSlots, PlugError> {
         self.pci.clone().ok_or(PlugError::NoSlots)
     }
 
     /// Plugs a disk while the guest runs. Legal while running, with PCI.
     pub fn add_disk(&mut self, disk: &DiskConfig) -> Result<(), PlugError> {
         let slots = self.slots()?;
+        let mut config = self.config.clone();
+        config.disks.push(disk.clone());
+        config.validate().map_err(PlugError::Config)?;
         if self.transports.iter().any(|(id, _)| id.as_str() == disk.id) {
             return Err(PlugError::DuplicateId(disk.id.clone()));
         }
@@ -199,7 +213,11 @@ impl Vm {
     /// Asks the guest to let go of a device; [`Vm::collect_ejected`] takes it out when it has.
     /// Legal while running, with PCI.
     pub fn remove_device(&mut self, id: &str) -> Result<(), PlugError> {
-        Ok(self.slots()?.ask_to_eject(&DeviceId::new(id)).map_err(BuildError::Slot)?)
+        let slots = self.slots()?;
+        if !self.can_be_unplugged(id) {
+            return Err(PlugError::NotPluggable(id.to_owned()));
+        }
+        Ok(slots.ask_to_eject(&DeviceId::new(id)).map_err(BuildError::Slot)?)
     }
 
     /// Takes out what the guest has let go.
@@ -213,6 +231,7 @@ impl Vm {
                 lock(&transport).lifecycle().pause();
             }
             self.config.disks.retain(|disk| disk.id != id.as_str());
+            self.config.net.retain(|card| card.id != id.as_str());
             self.disks.retain(|disk| disk.id != id);
             tracing::info!(device = %id, "unplugged");
         }

@@ -5,6 +5,7 @@ use std::path::{Path, PathBuf};
 use std::time::{Duration, Instant};
 
 use clap::{Args, ValueEnum};
+use devices::virtio::net::NetOption;
 use guest_protocol::HybridSocket;
 use nix::sys::signal::Signal;
 
@@ -68,9 +69,18 @@ pub struct PlugOptions {
     #[command(flatten)]
     pub target: Target,
 
-    /// The disk; the VM must have been started with --transport pci
+    /// A disk, in the words of `run --disk`, with an id
     #[arg(long, value_name = "path=FILE,id=NAME[,ro]")]
-    pub disk: String,
+    pub disk: Option<String>,
+
+    /// A network card, in the words of `run --net`, with an id
+    #[arg(
+        long,
+        value_name = "tap=NAME,id=NAME",
+        required_unless_present = "disk",
+        conflicts_with = "disk"
+    )]
+    pub net: Option<String>,
 }
 
 /// Options of `unplug`.
@@ -88,11 +98,34 @@ pub struct UnplugOptions {
     pub wait: u64,
 }
 
-/// Plugs a disk into a running VM.
+/// What `plug --help` ends with.
+pub const PLUG_HELP: &str = "\
+The VM must have been started with --transport pci. `cube-vmm unplug` takes the device out again.
+
+Examples:
+  cube-vmm plug --api-socket S --disk path=data.img,id=data
+  cube-vmm plug --api-socket S --net tap=tap1,id=lan
+  cube-vmm unplug --api-socket S lan";
+
+/// Plugs a disk or a network card into a running VM.
 pub fn plug(options: &PlugOptions) -> anyhow::Result<u8> {
-    let disk: DiskConfig = options.disk.parse()?;
+    match (&options.disk, &options.net) {
+        (_, Some(text)) => {
+            let net: NetOption = text.parse()?;
+            if net.id.is_empty() {
+                anyhow::bail!("network card {text:?} has no id; add id=NAME");
+            }
+            plain(&options.target, &Request::AddNet { net })
+        }
+        (Some(text), None) => plug_disk(options, text),
+        (None, None) => anyhow::bail!("neither --disk nor --net was given"),
+    }
+}
+
+fn plug_disk(options: &PlugOptions, text: &str) -> anyhow::Result<u8> {
+    let disk: DiskConfig = text.parse()?;
     if disk.id.is_empty() {
-        anyhow::bail!("disk {:?} has no id; add id=NAME", options.disk);
+        anyhow::bail!("disk {text:?} has no id; add id=NAME");
     }
     // The VM may have been started elsewhere.
     let path = std::path::absolute(&disk.path)?;
