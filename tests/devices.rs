@@ -9,19 +9,28 @@ use std::process::ExitCode;
 
 #[path = "devices/balloon.rs"]
 mod balloon;
+#[path = "devices/fio.rs"]
+mod fio;
 #[path = "devices/link.rs"]
 mod link;
 #[path = "devices/network.rs"]
 mod network;
-
 #[path = "devices/pmem.rs"]
 mod pmem;
-
+#[path = "devices/storage.rs"]
+mod storage;
 #[path = "devices/together.rs"]
 mod together;
 
 fn main() -> ExitCode {
-    let modules =
-        [network::trials(), link::trials(), balloon::trials(), pmem::trials(), together::trials()];
+    let modules = [
+        network::trials(),
+        link::trials(),
+        balloon::trials(),
+        pmem::trials(),
+        together::trials(),
+        storage::trials(),
+        fio::trials(),
+    ];
     harness::lab::run_here_or_in_lab(modules.into_iter().flatten().collect())
 }

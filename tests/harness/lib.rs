@@ -12,6 +12,7 @@
 //! | [`terminal`] | a terminal for `cube-vmm` |
 //! | [`wire`] | a network namespace with a TAP, and the host's ends of connections |
 //! | [`image`] | kernels of a few bytes, disk and root images |
+//! | [`tools`] | programs of the host, with their libraries, for a guest |
 //! | [`artifacts`] | where the things under test are, and what to say when they are missing |
 //! | [`lab`] | the main function of tests that need real guests: here, or in the lab |
 //!
@@ -28,6 +29,7 @@ pub mod lab;
 pub mod lifecycle;
 pub mod place;
 pub mod terminal;
+pub mod tools;
 pub mod vm;
 pub mod wire;
 
