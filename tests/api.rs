@@ -24,6 +24,8 @@ mod metrics;
 mod plug;
 #[path = "api/streams.rs"]
 mod streams;
+#[path = "api/vhost_user.rs"]
+mod vhost_user;
 
 fn main() -> ExitCode {
     let modules = [
@@ -35,6 +37,7 @@ fn main() -> ExitCode {
         metrics::trials(),
         plug::trials(),
         generation::trials(),
+        vhost_user::trials(),
     ];
     harness::lab::run_here_or_in_lab(modules.into_iter().flatten().collect())
 }

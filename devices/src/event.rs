@@ -37,6 +37,13 @@ impl Event {
     }
 }
 
+impl From<EventFd> for Event {
+    /// An eventfd that somebody else has made.
+    fn from(eventfd: EventFd) -> Self {
+        Self(Arc::new(eventfd))
+    }
+}
+
 impl AsFd for Event {
     fn as_fd(&self) -> BorrowedFd<'_> {
         // SAFETY: the descriptor is owned by the EventFd, which outlives the borrow of self.

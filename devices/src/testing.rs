@@ -36,6 +36,7 @@ mod fuzz;
 #[cfg(test)]
 mod readme;
 mod stub;
+mod vhost_user;
 
 use std::sync::Arc;
 use std::sync::atomic::{AtomicU32, Ordering};
@@ -47,8 +48,11 @@ pub use self::fuzz::{FuzzRing, fuzz};
 pub use self::stub::{
     Call, STUB_CONFIG_LEN, STUB_FEATURES, STUB_QUEUES, Stub, StubDesk, StubState,
 };
+pub use self::vhost_user::{MakeDevice, VhostUserBackend};
+use vm_memory::FileOffset;
+
 use crate::irq::Interrupt;
-use crate::memory::{GuestAddress, Memory};
+use crate::memory::{GuestAddress, Memory, shareable_file};
 use crate::metrics::Metered;
 use crate::snapshot::{RestoreError, Stateful};
 
@@ -66,6 +70,16 @@ pub const HIGH_RAM: GuestAddress = GuestAddress(2 * RAM_SIZE);
 pub fn ram() -> Memory {
     let size = RAM_SIZE as usize;
     Memory::from_ranges(&[(GuestAddress(0), size), (HIGH_RAM, size)]).unwrap()
+}
+
+/// The same in memory that another process could map.
+pub fn shared_ram() -> Memory {
+    let size = RAM_SIZE as usize;
+    let piece = |start| {
+        let file = shareable_file(RAM_SIZE).unwrap();
+        (start, size, Some(FileOffset::new(file, 0)))
+    };
+    Memory::from_ranges_with_files([piece(GuestAddress(0)), piece(HIGH_RAM)]).unwrap()
 }
 
 /// Counts the edges of an interrupt line.

@@ -19,6 +19,7 @@ use devices::virtio::balloon::BalloonHandle;
 use devices::virtio::block::{BlockError, DiskError};
 use devices::virtio::net::{NetConfig, NetError, Tap, TapError};
 use devices::virtio::pmem::{PmemBacking, PmemError};
+use devices::virtio::vhost::user::VhostUserError;
 use devices::virtio::vsock::{VsockError, VsockHandle};
 use kvm_bindings::{CpuId, Msrs};
 use kvm_ioctls::VcpuFd;
@@ -33,7 +34,7 @@ use crate::disks::OpenedDisk;
 use crate::event::Events;
 use crate::generation::{Generation, GenerationError};
 use crate::kvm::{Host, KvmError, VmHandle};
-use crate::memory::MemoryError;
+use crate::memory::{MemoryError, Sharing};
 use crate::state::VmState;
 use crate::trace::{Ladder, step};
 use crate::vcpu::{Machine, Vcpu, VcpuError, install_kick_signal};
@@ -53,6 +54,8 @@ pub enum BuildError {
     Disk(#[from] DiskError),
     #[error(transparent)]
     Block(#[from] BlockError),
+    #[error("disk {id} cannot use its vhost-user backend: {source}")]
+    DiskBackend { id: String, source: VhostUserError },
     #[error(transparent)]
     Pmem(#[from] PmemError),
     #[error(transparent)]
@@ -148,7 +151,8 @@ pub fn build(config: &VmConfig, observers: &Observers) -> Result<Vm, BuildError>
             .name("kvm".to_owned())
             .spawn_scoped(scope, move || make_in_kernel(cpus, &memory_for_kvm, ladder))
             .map_err(|source| BuildError::Host { what: "thread", source })?;
-        let memory = memory::fresh(config.memory.bytes())?;
+        let sharing = if config.shares_memory() { Sharing::Shared } else { Sharing::Private };
+        let memory = memory::mapped(config.memory.bytes(), sharing)?;
         ladder.mark(step::MEMORY_MAPPED);
         // Fails only if KVM did, which is told when that thread is joined.
         let _ = memory_to_kvm.send(memory.clone());

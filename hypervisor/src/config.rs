@@ -51,13 +51,19 @@ pub enum ConfigError {
     CmdlineCharacter(char),
     /// A disk option that is not understood.
     #[error(
-        "disk option {0:?} is not known; use path=FILE[,id=NAME][,ro], and engine=, queues=, \
-         rate_bytes=, rate_ops="
+        "disk option {0:?} is not known; use path=FILE[,id=NAME][,ro] or vhost-user=SOCKET, and \
+         engine=, queues=, rate_bytes=, rate_ops="
     )]
     DiskOption(String),
     /// The same option, twice.
     #[error("disk option {0:?} is given twice; leave one out")]
     DiskTwice(String),
+    /// Two things at once.
+    #[error("disk {0:?} needs one of path=FILE and vhost-user=SOCKET")]
+    DiskSource(String),
+    /// An option of ours, on a disk that is not.
+    #[error("disk option {0:?} is up to the backend of a vhost-user disk; give it to that instead")]
+    DiskVhostUser(&'static str),
     /// No queue, or too many.
     #[error("disk option queues={0:?} is not a number from 1 to {max}", max = MAX_QUEUES)]
     DiskQueues(String),
@@ -306,6 +312,11 @@ impl VmConfig {
             }
         }
         disks
+    }
+
+    /// True if another process works on guest RAM, which must be made so that it can be shared.
+    pub fn shares_memory(&self) -> bool {
+        self.disks.iter().any(|disk| disk.vhost_user)
     }
 
     /// All persistent memory, named.

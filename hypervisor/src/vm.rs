@@ -5,7 +5,7 @@ use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use devices::executor::Executor;
 use devices::ids::DeviceId;
 use devices::irq::Interrupt;
-use devices::memory::Memory;
+use devices::memory::{Memory, is_shared};
 use devices::metrics::Meter;
 use devices::virtio::balloon::BalloonHandle;
 use devices::virtio::transport::Transport;
@@ -44,6 +44,12 @@ pub enum PlugError {
     /// A device that the guest, or its host, cannot do without.
     #[error("{0:?} is neither a disk nor a network card of this VM, so it cannot be unplugged")]
     NotPluggable(String),
+    /// A backend in another process cannot see guest RAM.
+    #[error(
+        "guest memory is not shared, which vhost-user disk {0:?} needs; start the VM with one of \
+         these, then more can be plugged"
+    )]
+    PrivateMemory(String),
     /// The device could not be made, or is not there.
     #[error(transparent)]
     Device(#[from] BuildError),
@@ -199,10 +205,12 @@ impl Vm {
         if self.transports.iter().any(|(id, _)| id.as_str() == disk.id) {
             return Err(PlugError::DuplicateId(disk.id.clone()));
         }
-        let opened = OpenedDisk::open(disk, self.config.cpus).map_err(BuildError::Disk)?;
-        let (running, device) = opened.into_device()?;
+        if disk.vhost_user && !is_shared(&self.memory) {
+            return Err(PlugError::PrivateMemory(disk.id.clone()));
+        }
+        let (running, device) = OpenedDisk::open(disk, self.config.cpus)?.into_device();
         let id = running.id.clone();
-        let (slot, transport) = slots.attach(&id, Box::new(device))?;
+        let (slot, transport) = slots.attach(&id, device)?;
         self.transports.push((id, transport));
         self.disks.push(running);
         self.config.disks.push(disk.clone());

@@ -162,8 +162,8 @@ impl<'a> Wiring<'a> {
     ) -> Result<VsockHandle, BuildError> {
         // Disks first: the guest names them in the order in which it finds them.
         for disk in disks {
-            let (disk, device) = disk.into_device()?;
-            self.virtio(disk.id.clone(), Box::new(device))?;
+            let (disk, device) = disk.into_device();
+            self.virtio(disk.id.clone(), device)?;
             self.disks.push(disk);
         }
         let vsock = VsockConfig { guest_cid: GUEST_CID, socket: config.vsock.clone() };

@@ -5,7 +5,7 @@ use std::time::{Duration, Instant};
 use guest_protocol::Spawn;
 use harness::{Step, TestVm, eventually, image, lifecycle, sh};
 use hypervisor::api::{ErrorKind, Reply, Request, StopHow};
-use hypervisor::disks::EngineKind;
+use hypervisor::disks::DiskEngine;
 use hypervisor::state::VmState;
 use libtest_mimic::Trial;
 
@@ -133,11 +133,11 @@ fn info_tells_the_engine_of_each_disk() {
     let (slow, other) = (format!("path={one},id=slow,engine=sync,queues=1"), format!("path={two}"));
     let vm = builder.disk(slow).disk(other).boot();
     let [slow, other] = &vm.info().disks[..] else { panic!("{:?}", vm.info().disks) };
-    assert_eq!((slow.id.as_str(), slow.engine, slow.queues), ("slow", EngineKind::Sync, 1));
+    assert_eq!((slow.id.as_str(), slow.engine, slow.queues), ("slow", DiskEngine::Sync, 1));
     assert_eq!(slow.fallback, None);
     assert_eq!(other.queues, 2);
     // Whichever it is here: one that is not the first choice has its reason.
-    assert_eq!(other.engine == EngineKind::Sync, other.fallback.is_some());
+    assert_eq!(other.engine == DiskEngine::Sync, other.fallback.is_some());
 }
 
 fn a_paused_vm_can_be_stopped() {

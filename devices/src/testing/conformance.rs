@@ -13,6 +13,7 @@ use std::time::Duration;
 use super::driver::{GuestDriver, Kind};
 use super::ram;
 use crate::executor::{Executor, ExecutorHandle};
+use crate::memory::Memory;
 use crate::virtio::VirtioDevice;
 
 /// Time that a device which may keep a chain has to show that it does not.
@@ -31,6 +32,8 @@ pub struct Conformance<'a> {
     make: Make<'a>,
     exercise: Exercise<'a>,
     answers: Vec<u16>,
+    ram: fn() -> Memory,
+    thinned: usize,
     kind: Cell<Kind>,
     executor: Executor,
     thread: String,
@@ -45,6 +48,8 @@ impl<'a> Conformance<'a> {
             make: Box::new(make),
             exercise: Box::new(|_| {}),
             answers: Vec::new(),
+            ram,
+            thinned: 1,
             kind: Cell::new(Kind::Mmio),
             executor: Executor::spawn(&thread).unwrap(),
             thread,
@@ -62,6 +67,19 @@ impl<'a> Conformance<'a> {
     /// may keep a chain until it has a use for it.
     pub fn answers(mut self, queues: &[u16]) -> Self {
         self.answers = queues.to_vec();
+        self
+    }
+
+    /// The device works in memory from `ram`, laid out as [`ram()`] does it.
+    pub fn in_memory(mut self, ram: fn() -> Memory) -> Self {
+        self.ram = ram;
+        self
+    }
+
+    /// One in `factor` only of the resets and of the damaged records, which are a thousand or more
+    /// of each: for a device that is slow to make and to start.
+    pub fn thinned(mut self, factor: usize) -> Self {
+        self.thinned = factor;
         self
     }
 
@@ -88,7 +106,7 @@ impl<'a> Conformance<'a> {
 
     /// A driver with a fresh device.
     fn driver(&self) -> GuestDriver {
-        GuestDriver::over(self.kind(), self.device(), ram())
+        GuestDriver::over(self.kind(), self.device(), (self.ram)())
     }
 
     /// A driver with a live device.

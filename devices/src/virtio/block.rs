@@ -48,8 +48,12 @@ use crate::snapshot::{RestoreError, SaveError, Schema, Snapshot};
 
 /// Feature bits (virtio 1.3, section 5.2.3).
 pub mod feature {
+    /// `size_max` is valid. Not ours; a backend may have it.
+    pub const SIZE_MAX: u64 = 1 << 1;
     /// `seg_max` is valid.
     pub const SEG_MAX: u64 = 1 << 2;
+    /// `geometry` is valid. Not ours; a backend may have it.
+    pub const GEOMETRY: u64 = 1 << 4;
     /// The disk is read-only.
     pub const RO: u64 = 1 << 5;
     /// `blk_size` is valid.

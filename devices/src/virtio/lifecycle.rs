@@ -127,7 +127,7 @@ impl Lifecycle {
     }
 
     fn offered(&self) -> u64 {
-        self.identity.features | feature::COMMON
+        self.identity.features | self.device.ring_features() | feature::VERSION_1
     }
 
     /// The driver accepts word `select` of the features. Only before FEATURES_OK.

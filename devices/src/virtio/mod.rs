@@ -28,6 +28,7 @@ pub mod pmem;
 pub mod queue;
 pub mod rng;
 pub mod transport;
+pub mod vhost;
 pub mod vsock;
 
 use std::sync::Arc;
@@ -215,6 +216,12 @@ pub enum StartError {
 pub trait VirtioDevice: Stateful + Send {
     /// What the device is.
     fn identity(&self) -> Identity;
+
+    /// What it offers of [`feature::COMMON`]: all, unless the work is done by somebody else, who can
+    /// do less. Constant like its identity.
+    fn ring_features(&self) -> u64 {
+        feature::COMMON
+    }
 
     /// Where to read what the device has counted, if it counts. All clones see the same counts,
     /// which go on through reset, pause and restore.

@@ -126,6 +126,11 @@ impl ActiveQueue {
         &self.lines.kick
     }
 
+    /// The line to raise when chains were completed by somebody else than this queue.
+    pub fn interrupt(&self) -> &Interrupt {
+        &self.lines.interrupt
+    }
+
     /// Guest RAM.
     pub fn memory(&self) -> &Memory {
         &self.memory
@@ -286,6 +291,25 @@ impl ActiveQueue {
             next_avail: self.queue.next_avail(),
             next_used: self.queue.next_used(),
         }
+    }
+
+    /// The index of the used ring as it stands in guest memory, for a queue that somebody else works
+    /// on.
+    pub fn used_index(&self) -> Result<u16, QueueFault> {
+        let index = self.queue.used_idx(&self.memory, Ordering::Acquire).map_err(self.rings())?;
+        Ok(index.0)
+    }
+
+    /// Takes the queue over from somebody else who worked on it: what was completed stands in guest
+    /// memory, `next_avail` is the next chain to take. `None`, if that is not known: the first that
+    /// was not completed, provided that it was done in order.
+    pub fn take_over(&mut self, next_avail: Option<u16>) -> Result<(), QueueFault> {
+        let used = self.used_index()?;
+        self.queue.set_next_used(used);
+        self.queue.set_next_avail(next_avail.unwrap_or(used));
+        self.reported = Wrapping(used);
+        self.unreported = false;
+        Ok(())
     }
 
     fn rings(&self) -> impl Fn(virtio_queue::Error) -> QueueFault + use<> {

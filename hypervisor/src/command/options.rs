@@ -37,7 +37,9 @@ pub struct VmOptions {
 
     /// Attach a disk: path=FILE[,id=NAME][,ro], a raw image or a block device; may be repeated.
     /// Also engine=auto|io_uring|sync, queues=N (1 to 16), rate_bytes=RATE and rate_ops=RATE, with
-    /// a RATE such as 10M/s, 1000/100ms or 10M/s+64M (a burst, once)
+    /// a RATE such as 10M/s, 1000/100ms or 10M/s+64M (a burst, once). vhost-user=SOCKET[,id=NAME]
+    /// [,queues=N] in the place of all that: a disk that another process serves, which gets access to
+    /// all of guest memory
     #[arg(long = "disk", value_name = "path=FILE[,id=NAME][,ro][,…]")]
     pub disks: Vec<String>,
 

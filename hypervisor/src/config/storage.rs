@@ -9,12 +9,15 @@ use serde::{Deserialize, Serialize};
 
 use super::ConfigError;
 
-/// A disk: a raw image or a block device.
+/// A disk: a raw image or a block device, or what a vhost-user backend makes of something.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(deny_unknown_fields)]
 pub struct DiskConfig {
-    /// The file.
+    /// The file, or the Unix socket of the backend.
     pub path: PathBuf,
+    /// It is served by another process, a vhost-user backend at that socket.
+    #[serde(default, skip_serializing_if = "is_false")]
+    pub vhost_user: bool,
     /// The device's name, also its serial number in the guest. Empty: chosen by position.
     #[serde(default)]
     pub id: String,
@@ -24,7 +27,7 @@ pub struct DiskConfig {
     /// How the host does its I/O.
     #[serde(default)]
     pub engine: Engine,
-    /// Request queues; not given: one per vCPU, four at most.
+    /// Request queues; not given: one per vCPU, four at most, and one of a vhost-user backend.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub queues: Option<u16>,
     /// Limits of reads and writes together.
@@ -37,6 +40,7 @@ impl DiskConfig {
     pub fn new(path: impl Into<PathBuf>) -> Self {
         Self {
             path: path.into(),
+            vhost_user: false,
             id: String::new(),
             read_only: false,
             engine: Engine::default(),
@@ -47,6 +51,16 @@ impl DiskConfig {
 
     /// Checks what text and JSON both can say.
     pub(super) fn validate(&self) -> Result<(), ConfigError> {
+        // What happens to requests is up to the backend; we never see them.
+        let ours = [
+            (self.read_only, "ro"),
+            (self.engine != Engine::default(), "engine="),
+            (self.rate.bytes.is_some(), "rate_bytes="),
+            (self.rate.operations.is_some(), "rate_ops="),
+        ];
+        if let Some((_, option)) = ours.iter().find(|(given, _)| *given && self.vhost_user) {
+            return Err(ConfigError::DiskVhostUser(option));
+        }
         match self.queues {
             Some(queues) if !(1..=MAX_QUEUES).contains(&queues) => {
                 Err(ConfigError::DiskQueues(queues.to_string()))
@@ -54,6 +68,10 @@ impl DiskConfig {
             _ => Ok(()),
         }
     }
+}
+
+fn is_false(flag: &bool) -> bool {
+    !flag
 }
 
 /// `path=FILE[,id=NAME][,ro]`, in any order.
@@ -85,7 +103,7 @@ impl FromStr for DiskConfig {
     type Err = ConfigError;
 
     /// Reads `path=FILE[,id=NAME][,ro][,engine=ENGINE][,queues=N][,rate_bytes=RATE][,rate_ops=RATE]`,
-    /// in any order.
+    /// or `vhost-user=SOCKET[,id=NAME][,queues=N]`, in any order.
     fn from_str(text: &str) -> Result<Self, ConfigError> {
         let mut disk = Self::new(PathBuf::new());
         let mut seen = Vec::new();
@@ -101,7 +119,14 @@ impl FromStr for DiskConfig {
             }
             seen.push(key);
             match key {
+                "path" | "vhost-user" if !disk.path.as_os_str().is_empty() => {
+                    return Err(ConfigError::DiskSource(text.to_owned()));
+                }
                 "path" => disk.path = value.into(),
+                "vhost-user" => {
+                    disk.path = value.into();
+                    disk.vhost_user = true;
+                }
                 "id" => disk.id = checked_id(value)?,
                 "ro" if option == "ro" => disk.read_only = true,
                 "engine" => disk.engine = value.parse()?,
@@ -177,6 +202,18 @@ mod tests {
     }
 
     #[test]
+    fn disks_of_a_backend_are_read_from_options() {
+        let disk: DiskConfig = "vhost-user=/run/blk.sock,id=data,queues=2".parse().unwrap();
+        let id = "data".to_owned();
+        let rest = DiskConfig::new("/run/blk.sock");
+        assert_eq!(disk, DiskConfig { vhost_user: true, id, queues: Some(2), ..rest });
+        let json = serde_json::to_string(&disk).unwrap();
+        assert_eq!(serde_json::from_str::<DiskConfig>(&json).unwrap(), disk);
+        let path = serde_json::to_string(&DiskConfig::new("/a")).unwrap();
+        assert!(!path.contains("vhost_user"), "{path}");
+    }
+
+    #[test]
     fn bad_disk_options_are_refused() {
         for (text, words) in [
             ("", "use path=FILE"),
@@ -195,6 +232,13 @@ mod tests {
             ("path=x,queues=many", "1 to 16"),
             ("path=x,rate_bytes=10M", "write for example 10M/s"),
             ("path=x,rate_ops=0/s", "at least 1"),
+            ("vhost-user=", "or vhost-user=SOCKET"),
+            ("path=x,vhost-user=y", "one of path=FILE and vhost-user=SOCKET"),
+            ("vhost-user=y,path=x", "one of path=FILE and vhost-user=SOCKET"),
+            ("vhost-user=x,vhost-user=y", "given twice"),
+            ("vhost-user=x,ro", "\"ro\" is up to the backend"),
+            ("vhost-user=x,engine=sync", "\"engine=\" is up to the backend"),
+            ("vhost-user=x,rate_ops=5/s", "\"rate_ops=\" is up to the backend"),
         ] {
             let error = text.parse::<DiskConfig>().unwrap_err().to_string();
             assert!(error.contains(words) && !error.contains('\n'), "{text}: {error}");
@@ -218,6 +262,7 @@ mod tests {
             "ro,path=/a.img",
             "path=x,id=a-b_c",
             "path=a=b",
+            "vhost-user=/run/x.sock,id=b,queues=2",
             "path=x,engine=io_uring,queues=16,rate_bytes=10M/s+1G,rate_ops=500/100ms",
         ];
         let corpus = corpus.map(|text| text.as_bytes().to_vec());

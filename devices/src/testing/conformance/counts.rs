@@ -9,7 +9,7 @@ pub(super) fn check(conformance: &Conformance<'_>) {
     let device = conformance.device();
     let Some(meter) = device.meter() else { return };
     names_are_in_order(&meter.metrics());
-    let mut driver = GuestDriver::new(device);
+    let mut driver = GuestDriver::with_memory(device, (conformance.ram)());
     driver.initialize();
     let mut last = meter.metrics();
     let steps: [fn(&mut GuestDriver); 3] = [
@@ -64,7 +64,7 @@ fn faults_are_counted(conformance: &Conformance<'_>, meter: &Meter) {
     for &queue in &conformance.answers {
         let device = conformance.device();
         let meter = device.meter().expect("the meter has gone");
-        let mut driver = GuestDriver::new(device);
+        let mut driver = GuestDriver::with_memory(device, (conformance.ram)());
         driver.initialize();
         let endless = Descriptor { address: 0x1000, len: 16, flags: flags::NEXT, next: 0 };
         driver.put_descriptor(queue, 0, endless);

@@ -1,0 +1,145 @@
+//! Disks that another process serves, here QEMU's storage daemon: an implementation that is not
+//! ours.
+
+use std::fs;
+use std::path::Path;
+use std::process::{Child, Command};
+
+use harness::{Place, TestVm, eventually, image, sh};
+use hypervisor::api::{ErrorKind, Reply, Request};
+use hypervisor::config::DiskConfig;
+use hypervisor::disks::DiskEngine;
+use libtest_mimic::Trial;
+
+const MIB: usize = 1 << 20;
+
+pub fn trials() -> Vec<Trial> {
+    harness::trials![
+        a_backend_serves_a_disk_across_pauses_on_both_transports,
+        a_backend_that_dies_leaves_the_guest_alive,
+        a_disk_of_a_backend_is_plugged_where_memory_is_shared,
+    ]
+}
+
+/// The daemon, until it is dropped.
+struct Backend {
+    child: Child,
+    socket: String,
+}
+
+impl Backend {
+    /// Serves `file` at a socket of the place.
+    fn start(place: &Place, name: &str, file: &str) -> Self {
+        let socket = harness::artifacts::text(&place.given_path(name));
+        let child = Command::new("qemu-storage-daemon")
+            .args(["--blockdev", &format!("driver=file,node-name=disk,filename={file}")])
+            .args([
+                "--export",
+                &format!(
+                    "type=vhost-user-blk,id=x,node-name=disk,writable=on,num-queues=2,\
+                     addr.type=unix,addr.path={socket}"
+                ),
+            ])
+            .spawn();
+        let child = child.unwrap_or_else(|error| {
+            panic!("qemu-storage-daemon, of the package qemu-system-common: {error}")
+        });
+        let this = Self { child, socket };
+        eventually("the backend listens", || Path::new(&this.socket).exists());
+        this
+    }
+
+    fn disk(&self, id: &str) -> String {
+        format!("vhost-user={},id={id}", self.socket)
+    }
+}
+
+impl Drop for Backend {
+    fn drop(&mut self) {
+        self.child.kill().unwrap();
+        self.child.wait().unwrap();
+    }
+}
+
+fn a_backend_serves_a_disk_across_pauses_on_both_transports() {
+    for pci in [false, true] {
+        let builder = TestVm::builder().cpus(2);
+        let content = image::noise(8 * MIB, 31);
+        let file = builder.place().given("disk", &content);
+        let backend = Backend::start(builder.place(), "socket", &file);
+        let builder = if pci { builder.pci() } else { builder };
+        let vm = builder.disk(format!("{},queues=2", backend.disk("far"))).boot();
+        let [disk] = &vm.info().disks[..] else { panic!("{:?}", vm.info().disks) };
+        assert_eq!((disk.id.as_str(), disk.engine, disk.queues), ("far", DiskEngine::VhostUser, 2));
+        // The second half is copied over the first, past the guest's cache, while the VM is paused
+        // now and then.
+        let copy = "dd if=/dev/vda of=/dev/vda bs=16k skip=256 count=256 iflag=direct \
+                    oflag=direct conv=notrunc,fsync 2>/dev/null && echo copied";
+        std::thread::scope(|scope| {
+            let copying = scope.spawn(|| vm.exec(sh(copy)).text());
+            while !copying.is_finished() {
+                vm.ask(&Request::Pause {});
+                vm.ask(&Request::Resume {});
+                std::thread::yield_now();
+            }
+            assert_eq!(copying.join().unwrap().trim(), "copied");
+        });
+        let expected = [&content[4 * MIB..], &content[4 * MIB..]].concat();
+        assert!(fs::read(&file).unwrap() == expected, "pci {pci}: the file differs");
+        vm.exec(sh("echo 3 >/proc/sys/vm/drop_caches"));
+        let halves = "dd if=/dev/vda bs=1M count=4 2>/dev/null | md5sum; \
+                      dd if=/dev/vda bs=1M skip=4 2>/dev/null | md5sum";
+        let sums = vm.exec(sh(halves)).text();
+        let sums: Vec<_> = sums.lines().collect();
+        assert!(sums.len() == 2 && sums[0] == sums[1], "{sums:?}");
+        drop(vm);
+    }
+}
+
+fn a_backend_that_dies_leaves_the_guest_alive() {
+    let builder = TestVm::builder();
+    let file = builder.place().given("disk", vec![7; MIB]);
+    let backend = Backend::start(builder.place(), "socket", &file);
+    let vm = builder.disk(backend.disk("far")).boot();
+    assert_eq!(
+        vm.exec(sh("dd if=/dev/vda bs=512 count=1 2>/dev/null | wc -c")).text().trim(),
+        "512"
+    );
+    drop(backend);
+    let lost = || {
+        let families = match vm.request(&Request::Metrics { format: Default::default() }) {
+            Reply::Metrics { families } => families,
+            reply => panic!("metrics were answered with {reply:?}"),
+        };
+        let family =
+            families.iter().find(|family| family.name.ends_with("vhost_user_losses_total"));
+        family.unwrap().samples[0].value == 1
+    };
+    eventually("the loss is counted", lost);
+    vm.ask(&Request::Pause {});
+    vm.ask(&Request::Resume {});
+    assert_eq!(vm.exec(sh("echo alive")).text().trim(), "alive");
+}
+
+fn a_disk_of_a_backend_is_plugged_where_memory_is_shared() {
+    let builder = TestVm::builder().pci();
+    let [one, two] = ["one", "two"].map(|name| builder.place().given(name, vec![7; MIB]));
+    let first = Backend::start(builder.place(), "socket-one", &one);
+    let second = Backend::start(builder.place(), "socket-two", &two);
+    let vm = builder.disk(first.disk("first")).boot();
+    vm.cli("plug", &["--disk", &second.disk("second")]).end().output(0);
+    let disks = || vm.exec(sh("ls /sys/block | grep vd | sort | tr '\\n' ' '")).text();
+    eventually("the guest finds the disk", || disks().trim() == "vda vdb");
+    vm.exec(sh("echo written | dd of=/dev/vdb conv=fsync 2>/dev/null"));
+    assert!(fs::read(&two).unwrap().starts_with(b"written\n"));
+    vm.cli("unplug", &["second"]).end().output(0);
+    eventually("the guest lets go of the disk", || disks().trim() == "vda");
+
+    let plain = TestVm::builder().pci().boot();
+    let disk: DiskConfig = second.disk("late").parse().unwrap();
+    let Reply::Error { kind, message } = plain.request(&Request::AddDisk { disk }) else {
+        panic!("not refused")
+    };
+    assert_eq!(kind, ErrorKind::Failed);
+    assert!(message.contains("memory is not shared"), "{message}");
+}
