@@ -1,6 +1,7 @@
 //! What the measuring programs of this directory share. `README.md` tells what they measure.
 
 pub mod bare_kvm;
+pub mod guests;
 pub mod host;
 pub mod ladder;
 pub mod peer;

@@ -49,6 +49,11 @@ impl Peer {
         }
     }
 
+    /// Its program.
+    pub fn program(&self) -> &Path {
+        &self.program
+    }
+
     /// Runs the tiny guest to its end.
     pub fn attempt(&self, ground: &Ground) -> anyhow::Result<Trial> {
         let command = match self.kind {
