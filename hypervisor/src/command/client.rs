@@ -69,17 +69,21 @@ pub struct PlugOptions {
     #[command(flatten)]
     pub target: Target,
 
+    /// What is plugged.
+    #[command(flatten)]
+    pub device: PluggedDevice,
+}
+
+/// One of these.
+#[derive(Args, Clone, Debug)]
+#[group(required = true, multiple = false)]
+pub struct PluggedDevice {
     /// A disk, in the words of `run --disk`, with an id
     #[arg(long, value_name = "path=FILE,id=NAME[,ro]")]
     pub disk: Option<String>,
 
     /// A network card, in the words of `run --net`, with an id
-    #[arg(
-        long,
-        value_name = "tap=NAME,id=NAME",
-        required_unless_present = "disk",
-        conflicts_with = "disk"
-    )]
+    #[arg(long, value_name = "tap=NAME,id=NAME")]
     pub net: Option<String>,
 }
 
@@ -109,7 +113,7 @@ Examples:
 
 /// Plugs a disk or a network card into a running VM.
 pub fn plug(options: &PlugOptions) -> anyhow::Result<u8> {
-    match (&options.disk, &options.net) {
+    match (&options.device.disk, &options.device.net) {
         (_, Some(text)) => {
             let net: NetOption = text.parse()?;
             if net.id.is_empty() {
