@@ -22,6 +22,8 @@ mod hostile;
 mod metrics;
 #[path = "api/plug.rs"]
 mod plug;
+#[path = "api/snapshot.rs"]
+mod snapshot;
 #[path = "api/streams.rs"]
 mod streams;
 #[path = "api/vhost_user.rs"]
@@ -38,6 +40,7 @@ fn main() -> ExitCode {
         plug::trials(),
         generation::trials(),
         vhost_user::trials(),
+        snapshot::trials(),
     ];
     harness::lab::run_here_or_in_lab(modules.into_iter().flatten().collect())
 }

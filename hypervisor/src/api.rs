@@ -42,6 +42,17 @@ pub enum Request {
     Pause {},
     /// Goes on after a pause. Legal while paused. Answer: [`Reply::Done`].
     Resume {},
+    /// Writes the VM into a folder, from which `cube-vmm restore` makes VMs. Legal while running or
+    /// paused. Answer: [`Reply::Done`] when the folder is complete. If it fails, nothing is left of
+    /// it, and the VM goes on if it ran. Disks are referred to by path: who wants to restore it
+    /// keeps them as they are by then.
+    Snapshot {
+        /// The folder; must not exist. An absolute path, unless who asks stands where the VM does.
+        dir: PathBuf,
+        /// Leaves the VM paused.
+        #[serde(default)]
+        keep_paused: bool,
+    },
     /// Asks the guest for memory: sets the size that its balloon shall grow or shrink to. Legal
     /// while running, on a VM with a balloon. Answer: [`Reply::Done`] when the guest has been
     /// asked; [`Info::balloon`] tells how far it is.

@@ -4,6 +4,7 @@
 //! once: KVM makes the VM, its interrupt controllers and vCPUs (the kernel waits for RCU there,
 //! several times), while memory is mapped, the kernel is copied into it, and the devices are made.
 
+use std::collections::BTreeMap;
 use std::io;
 use std::sync::Arc;
 use std::sync::mpsc::{Receiver, sync_channel};
@@ -25,7 +26,7 @@ use kvm_bindings::{CpuId, Msrs};
 use kvm_ioctls::VcpuFd;
 
 use crate::boot::entry::{self, Entry};
-use crate::boot::kernel::{InitrdFile, KernelError, KernelFile};
+use crate::boot::kernel::{InitrdFile, KernelError, KernelFile, LoadedKernel};
 use crate::boot::linux::BootInfo;
 use crate::boot::tables::{self, Description, TablesError};
 use crate::config::{ConfigError, TransportKind, VmConfig};
@@ -35,11 +36,13 @@ use crate::event::Events;
 use crate::generation::{Generation, GenerationError};
 use crate::kvm::{Host, KvmError, VmHandle};
 use crate::memory::{MemoryError, Sharing};
+use crate::snapshot::load::Saved;
+use crate::snapshot::restore::ApplyError;
 use crate::state::VmState;
 use crate::trace::{Ladder, step};
 use crate::vcpu::{Machine, Vcpu, VcpuError, install_kick_signal};
 use crate::vm::Vm;
-use crate::wiring::{LateHandle, PlacedPmem, Wiring, console};
+use crate::wiring::{LateHandle, Legacy, PlacedPmem, Wiring, console};
 use crate::{cpu, layout, memory};
 
 /// Why a VM could not be built. Nothing is left behind.
@@ -80,6 +83,8 @@ pub enum BuildError {
     Vsock(#[from] VsockError),
     #[error(transparent)]
     Slot(#[from] SlotError),
+    #[error(transparent)]
+    Apply(#[from] ApplyError),
     #[error("device {id} cannot be made: {source}")]
     Device { id: DeviceId, source: StartError },
     #[error("boot structures cannot be written to guest memory: {0}")]
@@ -92,17 +97,65 @@ pub enum BuildError {
 
 /// The files of a VM, open.
 struct Files {
-    kernel: KernelFile,
-    initrd: Option<InitrdFile>,
+    /// Not for a guest that goes on, which has left its kernel's file behind.
+    boot: Option<BootFiles>,
     disks: Vec<OpenedDisk>,
     pmem: Vec<(DeviceId, PmemBacking)>,
     net: Vec<(NetConfig, Vec<Tap>)>,
 }
 
-impl Files {
+struct BootFiles {
+    kernel: KernelFile,
+    initrd: Option<InitrdFile>,
+}
+
+impl BootFiles {
     fn open(config: &VmConfig) -> Result<Self, BuildError> {
         let kernel = KernelFile::open(&config.kernel)?;
         let initrd = config.initrd.as_deref().map(InitrdFile::open).transpose()?;
+        Ok(Self { kernel, initrd })
+    }
+
+    fn load(self, memory: &Memory, config: &VmConfig) -> Result<Loaded, BuildError> {
+        let kernel = self.kernel.load(memory, config.boot_protocol)?;
+        let initrd = self.initrd.map(|file| file.load(memory, kernel.end)).transpose()?;
+        Ok(Loaded { kernel, initrd })
+    }
+}
+
+/// What a guest boots from, in its memory.
+struct Loaded {
+    kernel: LoadedKernel,
+    /// Address and length.
+    initrd: Option<(u64, u64)>,
+}
+
+impl Loaded {
+    /// Writes the tables that the kernel finds the machine by; where the guest starts.
+    fn describe(
+        self,
+        config: &VmConfig,
+        wiring: &Wiring<'_>,
+        memory: &Memory,
+        observers: &Observers,
+    ) -> Result<Entry, BuildError> {
+        let description = Description {
+            cpus: config.cpus,
+            virtio: &wiring.described(),
+            pci: config.transport == TransportKind::Pci,
+        };
+        let rsdp = tables::write(memory, &description)?;
+        let (cmdline, ram) = (config.cmdline(), config.memory.bytes());
+        let boot = BootInfo { cmdline: &cmdline, initrd: self.initrd, rsdp, ram };
+        boot.write(memory, &self.kernel)?;
+        let entry = self.kernel.entry;
+        Ok(if observers.stamp_entry { entry.stamped(memory)? } else { entry })
+    }
+}
+
+impl Files {
+    fn open(config: &VmConfig, boots: bool) -> Result<Self, BuildError> {
+        let boot = boots.then(|| BootFiles::open(config)).transpose()?;
         let disks = config.all_disks();
         let disks = disks.iter().map(|disk| OpenedDisk::open(disk, config.cpus));
         let disks = disks.collect::<Result<_, _>>()?;
@@ -116,7 +169,7 @@ impl Files {
             let card = option.config(DeviceId::new(option.id.clone()));
             net.push((card, option.open()?));
         }
-        Ok(Self { kernel, initrd, disks, pmem, net })
+        Ok(Self { boot, disks, pmem, net })
     }
 }
 
@@ -138,10 +191,24 @@ struct InKernel {
     cpuid: CpuId,
 }
 
-/// Builds a VM whose vCPUs are parked.
+/// Builds a VM whose vCPUs are parked at the start of its kernel.
 pub fn build(config: &VmConfig, observers: &Observers) -> Result<Vm, BuildError> {
+    build_from(config, observers, None)
+}
+
+/// Builds a VM that is paused where the saved one was. `config` is the saved one, or differs from it
+/// in what a guest does not see: paths.
+pub fn restore(config: &VmConfig, observers: &Observers, saved: Saved) -> Result<Vm, BuildError> {
+    build_from(config, observers, Some(saved))
+}
+
+fn build_from(
+    config: &VmConfig,
+    observers: &Observers,
+    saved: Option<Saved>,
+) -> Result<Vm, BuildError> {
     config.validate()?;
-    let files = Files::open(config)?;
+    let files = Files::open(config, saved.is_none())?;
     install_kick_signal()?;
     let (memory_to_kvm, memory_for_kvm) = sync_channel(1);
     let ladder = &observers.ladder;
@@ -151,15 +218,27 @@ pub fn build(config: &VmConfig, observers: &Observers) -> Result<Vm, BuildError>
             .name("kvm".to_owned())
             .spawn_scoped(scope, move || make_in_kernel(cpus, &memory_for_kvm, ladder))
             .map_err(|source| BuildError::Host { what: "thread", source })?;
+        let bytes = config.memory.bytes();
         let sharing = if config.shares_memory() { Sharing::Shared } else { Sharing::Private };
-        let memory = memory::mapped(config.memory.bytes(), sharing)?;
+        let (memory, state) = match saved {
+            Some(saved) => (memory::from_image(bytes, saved.memory)?, Some(saved.state)),
+            None => (memory::mapped(bytes, sharing)?, None),
+        };
         ladder.mark(step::MEMORY_MAPPED);
         // Fails only if KVM did, which is told when that thread is joined.
         let _ = memory_to_kvm.send(memory.clone());
         drop(memory_to_kvm);
-        let parts = Parts::make(config, files, &memory, observers)?;
+        let places = state.as_ref().and_then(|state| Some(state.pci.as_ref()?.places()));
+        let parts = Parts::make(config, files, &memory, observers, places)?;
         let in_kernel = in_kernel.join().map_err(|_| BuildError::Lost)??;
-        parts.join(config, in_kernel, observers, &memory)
+        if let Some(state) = &state {
+            state.check_features(&in_kernel.cpuid)?;
+        }
+        let mut vm = parts.join(config, in_kernel, observers, &memory)?;
+        if let Some(state) = state {
+            vm.restore(state)?;
+        }
+        Ok(vm)
     })
 }
 
@@ -191,7 +270,9 @@ struct Parts<'a> {
     vsock: VsockHandle,
     balloon: Option<BalloonHandle>,
     pmem: Vec<PlacedPmem>,
-    entry: Entry,
+    legacy: Legacy,
+    /// Where the guest starts, if it does.
+    entry: Option<Entry>,
     handle: LateHandle,
 }
 
@@ -201,9 +282,9 @@ impl<'a> Parts<'a> {
         files: Files,
         memory: &'a Memory,
         observers: &Observers,
+        places: Option<BTreeMap<String, u8>>,
     ) -> Result<Self, BuildError> {
-        let kernel = files.kernel.load(memory, config.boot_protocol)?;
-        let initrd = files.initrd.map(|file| file.load(memory, kernel.end)).transpose()?;
+        let loaded = files.boot.map(|boot| boot.load(memory, config)).transpose()?;
         observers.ladder.mark(step::KERNEL_LOADED);
 
         let executor = Executor::spawn("vmm-loop")?;
@@ -211,7 +292,10 @@ impl<'a> Parts<'a> {
         let handle = LateHandle::default();
         let mut wiring =
             Wiring::new(config, memory, executor.handle(), handle.clone(), &observers.events)?;
-        wiring.legacy_devices(observers, console.clone())?;
+        if let (Some(slots), Some(places)) = (&mut wiring.pci, places) {
+            slots.set_places(places);
+        }
+        let legacy = wiring.legacy_devices(observers, console.clone())?;
         let power_button = wiring.line(layout::EVENT_GSI)?;
         let generation = Generation::new(memory, wiring.line(layout::GENERATION_GSI)?)?;
         let vsock = wiring.virtio_devices(config, files.disks)?;
@@ -219,18 +303,8 @@ impl<'a> Parts<'a> {
         wiring.net(files.net)?;
         let balloon = wiring.balloon(config)?;
         let pmem = wiring.pmem(config, files.pmem)?;
-
-        let description = Description {
-            cpus: config.cpus,
-            virtio: &wiring.described(),
-            pci: config.transport == TransportKind::Pci,
-        };
-        let rsdp = tables::write(memory, &description)?;
-        let boot =
-            BootInfo { cmdline: &config.cmdline(), initrd, rsdp, ram: config.memory.bytes() };
-        boot.write(memory, &kernel)?;
-        let entry =
-            if observers.stamp_entry { kernel.entry.stamped(memory)? } else { kernel.entry };
+        let describe = |loaded: Loaded| loaded.describe(config, &wiring, memory, observers);
+        let entry = loaded.map(describe).transpose()?;
         Ok(Self {
             wiring,
             executor,
@@ -240,6 +314,7 @@ impl<'a> Parts<'a> {
             vsock,
             balloon,
             pmem,
+            legacy,
             entry,
             handle,
         })
@@ -269,19 +344,24 @@ impl<'a> Parts<'a> {
             events: observers.events.clone(),
             ladder: observers.ladder.clone(),
         };
-        let mut vcpus = Vec::with_capacity(in_kernel.vcpus.len());
+        let (mut vcpus, mut cpuid) = (Vec::with_capacity(in_kernel.vcpus.len()), Vec::new());
         for (id, fd) in (0..).zip(in_kernel.vcpus) {
-            let leaves = cpu::leaves(&in_kernel.cpuid, id, config.cpus);
-            let boot_entry = (id == 0).then_some(self.entry);
-            set_up_vcpu(&fd, &leaves, boot_entry, memory)?;
+            // Without an entry, its state comes later as a whole.
+            if let Some(entry) = self.entry {
+                let leaves = cpu::leaves(&in_kernel.cpuid, id, config.cpus);
+                set_up_vcpu(&fd, &leaves, (id == 0).then_some(entry), memory)?;
+                cpuid.push(leaves.as_slice().to_vec());
+            }
             vcpus.push(Vcpu::spawn(id, fd, machine.clone())?);
         }
         Ok(Vm {
             vcpus,
+            cpuid,
             transports: self.wiring.transports,
             meters: self.wiring.meters,
             disks: self.wiring.disks,
             doorbells: self.wiring.doorbells,
+            legacy: self.legacy,
             pci: self.wiring.pci,
             executor: self.executor,
             handle,

@@ -3,17 +3,19 @@
 //! Every command that holds a VM waits in [`Control::next`], which carries out the api requests
 //! and tells what else has happened.
 
+use std::path::Path;
 use std::sync::mpsc::{Receiver, SyncSender};
 use std::time::{Duration, Instant};
 
 use guest_protocol::{Client, Hello, PowerOff};
 
-use crate::agent::Guest;
+use crate::agent::{self, Guest};
 use crate::api::{BalloonInfo, ErrorKind, Info, MetricsFormat, Reply, Request, StopHow};
 use crate::command::guest_command::with_causes;
 use crate::event::{Call, Event, Events};
 use crate::metrics;
 use crate::outcome::Outcome;
+use crate::snapshot::save::SnapshotError;
 use crate::state;
 use crate::vcpu::VcpuError;
 use crate::vm::Vm;
@@ -39,6 +41,8 @@ pub struct Control {
     events: Events,
     receiver: Receiver<Event>,
     hello: Option<Hello>,
+    /// What the agent of a restored guest had said, until it is told that it is another.
+    restored: Option<Hello>,
     /// When a guest that was asked to end is ended by force.
     force_at: Option<Instant>,
 }
@@ -46,7 +50,7 @@ pub struct Control {
 impl Control {
     /// Takes over a VM.
     pub fn new(vm: Vm, events: Events, receiver: Receiver<Event>) -> Self {
-        Self { vm, events, receiver, hello: None, force_at: None }
+        Self { vm, events, receiver, hello: None, restored: None, force_at: None }
     }
 
     /// The VM.
@@ -57,6 +61,40 @@ impl Control {
     /// Lets the guest run for the first time.
     pub fn start(&mut self) -> Result<(), VcpuError> {
         self.vm.start()
+    }
+
+    /// Takes over a VM that was restored, whose agent had said `hello`.
+    #[must_use]
+    pub fn restored(mut self, hello: Option<Hello>) -> Self {
+        self.restored = hello;
+        self
+    }
+
+    /// Lets the guest go on.
+    pub fn resume(&mut self) -> Result<(), VcpuError> {
+        self.vm.resume()?;
+        if let Some(hello) = self.restored.take() {
+            agent::renew(self.vm.vsock(), hello, self.events.clone());
+        }
+        Ok(())
+    }
+
+    fn snapshot(&mut self, dir: &Path, keep_paused: bool) -> Result<(), SnapshotError> {
+        self.vm.collect_ejected();
+        let hello = self.restored.as_ref().or(self.hello.as_ref());
+        if self.vm.state() == state::VmState::Paused {
+            return self.vm.snapshot(dir, hello);
+        }
+        let paused = self.vm.pause()?;
+        // Its last access is not over, and its end on its way to us.
+        if self.events.outcome().is_some() {
+            return Err(SnapshotError::Ended);
+        }
+        paused.snapshot(dir, hello)?;
+        if keep_paused {
+            paused.keep();
+        }
+        Ok(())
     }
 
     /// Waits for the next thing that happens, until `deadline`.
@@ -138,7 +176,10 @@ impl Control {
                 let paused = self.vm.pause().map(crate::vm::Paused::keep);
                 answer(&reply, done(paused));
             }
-            Request::Resume {} => answer(&reply, done(self.vm.resume())),
+            Request::Resume {} => answer(&reply, done(self.resume())),
+            Request::Snapshot { dir, keep_paused } => {
+                answer(&reply, done(self.snapshot(&dir, keep_paused)));
+            }
             Request::SetBalloon { bytes } => answer(&reply, self.set_balloon(bytes)),
             Request::NewGeneration {} => answer(&reply, done(self.vm.renew_generation())),
             Request::AddDisk { disk } => answer(&reply, done(self.vm.add_disk(&disk))),

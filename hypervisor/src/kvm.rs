@@ -1,5 +1,5 @@
-//! The KVM API, as far as a VM as a whole is concerned. With [`crate::vcpu`] the only place that
-//! issues KVM ioctls.
+//! The KVM API, as far as a VM as a whole is concerned. With [`crate::vcpu`] and
+//! [`crate::snapshot::vcpu`] the only place that issues KVM ioctls.
 
 use std::os::unix::fs::OpenOptionsExt;
 use std::path::Path;
@@ -9,7 +9,10 @@ use devices::ids::Gsi;
 use devices::memory::Memory;
 use devices::pci::msix::Message;
 use devices::virtio::transport::Doorbell;
-use kvm_bindings::{KVM_MEM_READONLY, kvm_msi, kvm_userspace_memory_region};
+use kvm_bindings::{
+    KVM_IRQCHIP_IOAPIC, KVM_IRQCHIP_PIC_MASTER, KVM_IRQCHIP_PIC_SLAVE, KVM_MEM_READONLY,
+    kvm_clock_data, kvm_irqchip, kvm_msi, kvm_userspace_memory_region,
+};
 use kvm_ioctls::{Cap, IoEventAddress, Kvm, NoDatamatch, VcpuFd, VmFd};
 use vm_memory::{GuestMemoryBackend, GuestMemoryRegion};
 
@@ -116,7 +119,9 @@ impl Host {
     /// Makes an empty VM.
     pub fn create_vm(&self) -> Result<VmHandle, KvmError> {
         let vm = self.kvm.create_vm().map_err(refused("create a VM"))?;
-        Ok(VmHandle { vm })
+        let list = self.kvm.get_msr_index_list();
+        let msrs = list.map_err(refused("list model-specific registers"))?.as_slice().to_vec();
+        Ok(VmHandle { vm, msrs })
     }
 }
 
@@ -124,7 +129,12 @@ impl Host {
 #[derive(Debug)]
 pub struct VmHandle {
     vm: VmFd,
+    /// The model-specific registers that make up a vCPU's state on this host.
+    msrs: Vec<u32>,
 }
+
+/// The interrupt controllers of a VM that have state apart from its vCPUs.
+const IRQCHIPS: [u32; 3] = [KVM_IRQCHIP_PIC_MASTER, KVM_IRQCHIP_PIC_SLAVE, KVM_IRQCHIP_IOAPIC];
 
 impl VmHandle {
     /// Makes the interrupt controllers in the kernel. Before the first vCPU. There is no PIT: a
@@ -208,6 +218,44 @@ impl VmHandle {
             ..Default::default()
         };
         self.vm.signal_msi(msi).map(drop).map_err(refused("deliver an interrupt"))
+    }
+
+    /// The model-specific registers that make up a vCPU's state on this host.
+    pub fn msrs(&self) -> &[u32] {
+        &self.msrs
+    }
+
+    /// Bytes of a vCPU's extended state.
+    pub fn xsave_size(&self) -> usize {
+        usize::try_from(self.vm.check_extension_int(Cap::Xsave2)).unwrap_or(0)
+    }
+
+    /// The state of the interrupt controllers. While all vCPUs are parked.
+    pub fn irqchips(&self) -> Result<Vec<kvm_irqchip>, KvmError> {
+        let get = |chip_id| {
+            let mut chip = kvm_irqchip { chip_id, ..Default::default() };
+            self.vm.get_irqchip(&mut chip).map_err(refused("read an interrupt controller"))?;
+            Ok(chip)
+        };
+        IRQCHIPS.into_iter().map(get).collect()
+    }
+
+    /// Sets what [`VmHandle::irqchips`] gave. Before the first vCPU runs.
+    pub fn set_irqchips(&self, chips: &[kvm_irqchip]) -> Result<(), KvmError> {
+        let set = |chip| self.vm.set_irqchip(chip).map_err(refused("set an interrupt controller"));
+        chips.iter().try_for_each(set)
+    }
+
+    /// The guest's paravirtual clock. While all vCPUs are parked.
+    pub fn clock(&self) -> Result<kvm_clock_data, KvmError> {
+        self.vm.get_clock().map_err(refused("read the clock"))
+    }
+
+    /// Makes the guest's paravirtual clock go on from `nanos`. After the vCPUs have their TSCs, and
+    /// before the first runs.
+    pub fn set_clock(&self, nanos: u64) -> Result<(), KvmError> {
+        let clock = kvm_clock_data { clock: nanos, ..Default::default() };
+        self.vm.set_clock(&clock).map_err(refused("set the clock"))
     }
 
     /// Makes a vCPU.

@@ -27,6 +27,7 @@ pub mod outcome;
 pub mod pci_slots;
 pub mod plug;
 pub mod signals;
+pub mod snapshot;
 pub mod state;
 pub mod terminal;
 pub mod trace;

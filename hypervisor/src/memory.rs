@@ -1,6 +1,8 @@
 //! Guest RAM: where its pages come from.
 
+use std::fs::File;
 use std::io;
+use std::sync::Arc;
 
 use devices::memory::{GuestAddress, Memory, shareable_file};
 use vm_memory::bitmap::AtomicBitmap;
@@ -50,24 +52,45 @@ pub fn fresh(bytes: u64) -> Result<Memory, MemoryError> {
 
 /// Maps fresh RAM, without reserving swap, so that a page costs nothing until the guest touches it.
 pub fn mapped(bytes: u64, sharing: Sharing) -> Result<Memory, MemoryError> {
+    map(bytes, &Source::Fresh(sharing))
+}
+
+/// Maps RAM that has the content of `image`, whose length is `bytes`. A private mapping: nothing is
+/// copied before it is written to, and the file stays as it is. Nobody may change the file as long
+/// as the mapping lives, and no other process can map this RAM.
+pub fn from_image(bytes: u64, image: File) -> Result<Memory, MemoryError> {
+    map(bytes, &Source::Image(Arc::new(image)))
+}
+
+enum Source {
+    Fresh(Sharing),
+    Image(Arc<File>),
+}
+
+fn map(bytes: u64, source: &Source) -> Result<Memory, MemoryError> {
     let mut regions = Vec::new();
+    let mut offset = 0;
     for (start, len) in layout::ram_regions(bytes) {
         let failed = |source| MemoryError::Map { bytes: len, source };
         let len = usize::try_from(len).unwrap_or(usize::MAX);
         let page = std::num::NonZeroUsize::new(4096).unwrap_or(std::num::NonZeroUsize::MIN);
         let mapping = MmapRegionBuilder::new_with_bitmap(len, AtomicBitmap::new(len, page))
             .with_mmap_prot(libc::PROT_READ | libc::PROT_WRITE);
-        let mapping = match sharing {
-            Sharing::Private => mapping
+        let mapping = match source {
+            Source::Fresh(Sharing::Private) => mapping
                 .with_mmap_flags(libc::MAP_PRIVATE | libc::MAP_ANONYMOUS | libc::MAP_NORESERVE),
-            Sharing::Shared => {
+            Source::Fresh(Sharing::Shared) => {
                 let file = shareable_file(len as u64)
                     .map_err(|source| MemoryError::File { bytes: len as u64, source })?;
                 mapping
                     .with_file_offset(FileOffset::new(file, 0))
                     .with_mmap_flags(libc::MAP_SHARED | libc::MAP_NORESERVE)
             }
+            Source::Image(image) => mapping
+                .with_file_offset(FileOffset::from_arc(image.clone(), offset))
+                .with_mmap_flags(libc::MAP_PRIVATE | libc::MAP_NORESERVE),
         };
+        offset += len as u64;
         let mapping = mapping.build().map_err(failed)?;
         let region = GuestRegionMmap::new(mapping, GuestAddress(start)).ok_or_else(|| {
             failed(vm_memory::mmap::MmapRegionError::Mmap(io::ErrorKind::InvalidInput.into()))

@@ -5,6 +5,7 @@
 //! guest to let go; when it has, it writes to the eject register, and the control thread takes the
 //! function out. A guest that does not let go keeps the device.
 
+use std::collections::BTreeMap;
 use std::sync::atomic::{AtomicU32, Ordering};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 
@@ -16,8 +17,10 @@ use devices::pci::SLOTS;
 use devices::pci::hotplug::{self, HotplugRegisters, Slots};
 use devices::pci::msix::MessageSink;
 use devices::pci::root::{self, EcamAccess, PciRoot, PortAccess, SlotError};
+use devices::snapshot::{Record, RestoreError, SaveError};
 use devices::virtio::VirtioDevice;
 use devices::virtio::pci::{PciTransport, VirtioFunction};
+use serde::{Deserialize, Serialize};
 
 use crate::builder::BuildError;
 use crate::doorbells::Doorbells;
@@ -37,6 +40,43 @@ pub struct PciSlots {
     event: Interrupt,
     /// Slots that the guest has let go and nobody has emptied.
     ejected: Arc<AtomicU32>,
+    ports: Arc<Mutex<PortAccess>>,
+    /// The slots that devices of a restored VM had.
+    places: Arc<BTreeMap<String, u8>>,
+}
+
+/// The bus in a snapshot.
+#[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
+#[serde(deny_unknown_fields)]
+pub struct PciState {
+    /// The address register of the configuration ports.
+    address: u32,
+    /// Slots filled of which the guest has not heard.
+    filled: u32,
+    /// Slots to be emptied of which the guest has not heard.
+    leaving: u32,
+    functions: Vec<FunctionState>,
+}
+
+/// A function on the bus.
+#[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
+#[serde(deny_unknown_fields)]
+struct FunctionState {
+    slot: u8,
+    device: String,
+    record: Record,
+}
+
+impl PciState {
+    /// The slots with something in them.
+    pub fn slots(&self) -> Vec<u8> {
+        self.functions.iter().map(|it| it.slot).collect()
+    }
+
+    /// Which device is in which slot.
+    pub fn places(&self) -> BTreeMap<String, u8> {
+        self.functions.iter().map(|it| (it.device.clone(), it.slot)).collect()
+    }
 }
 
 impl PciSlots {
@@ -56,7 +96,8 @@ impl PciSlots {
             Box::new(move |change: root::WindowChange| placed.place(&change.device, change.to));
         let root = Arc::new(Mutex::new(PciRoot::new(mmio, observer)));
         let ports = Arc::new(Mutex::new(PortAccess::new(root.clone())));
-        pio.insert("pci-config", u64::from(root::CONFIG_PORT), root::CONFIG_PORTS, ports)?;
+        let (at, len) = (u64::from(root::CONFIG_PORT), root::CONFIG_PORTS);
+        pio.insert("pci-config", at, len, ports.clone())?;
         let ecam = Arc::new(Mutex::new(EcamAccess::new(root.clone())));
         mmio.insert("pci-ecam", layout::PCI_ECAM, root::ECAM_SIZE, ecam)?;
         let (changed, ejected) = (Slots::default(), Arc::new(AtomicU32::new(0)));
@@ -71,21 +112,57 @@ impl PciSlots {
         let registers = Arc::new(Mutex::new(registers));
         pio.insert("pci-hotplug", u64::from(layout::HOTPLUG_PORT), hotplug::LEN, registers)?;
         let sink = message_sink(handle);
-        Ok(Self { root, memory: memory.clone(), sink, doorbells, changed, event, ejected })
+        let (memory, places) = (memory.clone(), Arc::default());
+        Ok(Self { root, memory, sink, doorbells, changed, event, ejected, ports, places })
+    }
+
+    /// From now on devices go where they were in the VM that is restored.
+    pub fn set_places(&mut self, places: BTreeMap<String, u8>) {
+        self.places = Arc::new(places);
+    }
+
+    fn ports(&self) -> MutexGuard<'_, PortAccess> {
+        self.ports.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    /// The bus, less what is in its functions' windows. While all vCPUs are parked.
+    pub fn save(&self) -> Result<PciState, SaveError> {
+        let (filled, leaving) = self.changed.untaken();
+        let functions = self.root().save()?.into_iter();
+        let functions = functions.map(|(slot, device, record)| FunctionState {
+            slot,
+            device: device.to_string(),
+            record,
+        });
+        let (address, functions) = (self.ports().address(), functions.collect());
+        Ok(PciState { address, filled, leaving, functions })
+    }
+
+    /// Restores the bus, after the transports behind it. Places the windows.
+    pub fn restore(&self, state: PciState) -> Result<(), RestoreError> {
+        for function in state.functions {
+            self.root().restore(function.slot, function.record)?;
+        }
+        self.changed.set_untaken((state.filled, state.leaving));
+        self.ports().set_address(state.address);
+        Ok(())
     }
 
     fn root(&self) -> MutexGuard<'_, PciRoot> {
         self.root.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
-    /// Puts a device into the first free slot. Before the guest runs, that is all.
+    /// Puts a device into the first free slot, or where it was. Before the guest runs, that is all.
     pub fn attach(
         &self,
         id: &DeviceId,
         device: Box<dyn VirtioDevice>,
     ) -> Result<(u8, SharedTransport), BuildError> {
         let mut root = self.root();
-        let slot = root.free_slot()?;
+        let slot = match self.places.get(id.as_str()) {
+            Some(&slot) if root.occupant(slot).is_none() => slot,
+            _ => root.free_slot()?,
+        };
         let transport =
             PciTransport::new(id.clone(), device, self.memory.clone(), self.sink.clone())
                 .map_err(|source| BuildError::Device { id: id.clone(), source })?;
@@ -93,7 +170,7 @@ impl PciSlots {
         let transport = Arc::new(Mutex::new(transport));
         let base = layout::pci_window(usize::from(slot));
         let function = VirtioFunction::new(transport.clone(), base);
-        root.insert(id.clone(), Box::new(function))?;
+        root.insert_at(slot, id.clone(), Box::new(function))?;
         Ok((slot, transport))
     }
 

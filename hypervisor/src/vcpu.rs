@@ -2,6 +2,10 @@
 //!
 //! A vCPU starts parked. [`Vcpu::command`] takes it out of the guest with a signal and KVM's
 //! `immediate_exit`, which leave no gap: the flag is looked at on each entry.
+//!
+//! A parked vCPU has no access of its own under way: it parks only on what an entry with
+//! `immediate_exit` returns, and that entry has completed the access before it looked at the flag.
+//! So its registers are those of an instruction boundary, and can be saved.
 
 use std::io;
 use std::os::unix::thread::JoinHandleExt;
@@ -40,11 +44,12 @@ pub enum VcpuError {
 }
 
 /// What a vCPU thread is told. It acknowledges each when it is done.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
 enum Command {
     Run,
     Park,
     End,
+    /// Something to be done on the vCPU's own thread while it is parked.
+    Work(Box<dyn FnOnce(&mut VcpuFd) + Send>),
 }
 
 /// The address spaces that a vCPU's exits go to, and who hears of its end.
@@ -162,8 +167,23 @@ impl Vcpu {
         self.acknowledged.recv().map_err(|_| VcpuError::Gone(self.id))
     }
 
+    /// Runs `work` on the vCPU's thread and gives what it gives. Only while the vCPU is parked;
+    /// otherwise it waits until somebody else parks it.
+    pub fn with<T: Send + 'static>(
+        &self,
+        work: impl FnOnce(&mut VcpuFd) -> T + Send + 'static,
+    ) -> Result<T, VcpuError> {
+        let (sender, receiver) = channel();
+        self.send(Command::Work(Box::new(move |fd: &mut VcpuFd| {
+            // The receiver below waits for this.
+            let _ = sender.send(work(fd));
+        })))?;
+        self.wait()?;
+        receiver.recv().map_err(|_| VcpuError::Gone(self.id))
+    }
+
     fn send(&self, command: Command) -> Result<(), VcpuError> {
-        let leave = command != Command::Run;
+        let leave = matches!(command, Command::Park | Command::End);
         if leave {
             // Before the command, so that the thread, which takes it down when it handles the
             // command, cannot be left with it.
@@ -231,6 +251,7 @@ impl Worker {
                 }
                 Command::Park => self.wanted.store(false, Ordering::SeqCst),
                 Command::End => break,
+                Command::Work(work) => work(&mut self.fd),
             }
         }
         // After this nobody touches the mapping or signals the thread.

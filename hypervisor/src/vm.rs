@@ -1,5 +1,6 @@
 //! A VM that has been built: start, pause, resume, and its end when it is dropped.
 
+use std::path::Path;
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 
 use devices::executor::Executor;
@@ -10,6 +11,8 @@ use devices::metrics::Meter;
 use devices::virtio::balloon::BalloonHandle;
 use devices::virtio::transport::Transport;
 use devices::virtio::vsock::VsockHandle;
+use guest_protocol::Hello;
+use kvm_bindings::kvm_cpuid_entry2;
 
 use crate::builder::BuildError;
 use crate::config::{ConfigError, DiskConfig, VmConfig};
@@ -20,9 +23,10 @@ use crate::generation::{Generation, GenerationError};
 use crate::kvm::VmHandle;
 use crate::metrics::{Family, Gathering};
 use crate::pci_slots::PciSlots;
+use crate::snapshot::save::SnapshotError;
 use crate::state::VmState;
 use crate::vcpu::{Vcpu, VcpuError};
-use crate::wiring::PlacedPmem;
+use crate::wiring::{Legacy, PlacedPmem};
 
 /// Why a device was not plugged or unplugged. Nothing has changed.
 #[derive(Debug, thiserror::Error)]
@@ -62,10 +66,13 @@ pub type SharedTransport = Arc<Mutex<dyn Transport>>;
 /// then the devices, then the loop that runs them, then the VM in the kernel and its memory.
 pub struct Vm {
     pub(crate) vcpus: Vec<Vcpu>,
+    /// The features that each was given. KVM does not tell them back as they were on every host.
+    pub(crate) cpuid: Vec<Vec<kvm_cpuid_entry2>>,
     pub(crate) transports: Vec<(DeviceId, SharedTransport)>,
     /// What counts beside vCPUs and virtio devices: its kind, its name, its counts.
     pub(crate) meters: Vec<(&'static str, &'static str, Meter)>,
     pub(crate) doorbells: Doorbells,
+    pub(crate) legacy: Legacy,
     pub(crate) pci: Option<PciSlots>,
     /// After the devices, which run in their threads.
     pub(crate) disks: Vec<RunningDisk>,
@@ -131,10 +138,14 @@ impl Vm {
     pub fn start(&mut self) -> Result<(), VcpuError> {
         self.run_vcpus()?;
         self.state = VmState::Running;
+        self.connect_doorbells();
+        Ok(())
+    }
+
+    pub(crate) fn connect_doorbells(&self) {
         if let Err(error) = self.doorbells.start(self.handle.clone()) {
             tracing::warn!(%error, "doorbells work through exits");
         }
-        Ok(())
     }
 
     fn run_vcpus(&self) -> Result<(), VcpuError> {
@@ -255,7 +266,7 @@ impl Vm {
     }
 }
 
-fn lock(transport: &SharedTransport) -> MutexGuard<'_, dyn Transport + 'static> {
+pub(crate) fn lock(transport: &SharedTransport) -> MutexGuard<'_, dyn Transport + 'static> {
     transport.lock().unwrap_or_else(PoisonError::into_inner)
 }
 
@@ -265,6 +276,12 @@ pub struct Paused<'a> {
 }
 
 impl Paused<'_> {
+    /// Writes the VM into a folder, as [`Vm::snapshot`] does.
+    pub fn snapshot(&self, dir: &Path, hello: Option<&Hello>) -> Result<(), SnapshotError> {
+        // Always there: only the end of this value takes it.
+        self.vm.as_ref().map_or(Err(SnapshotError::Ended), |vm| vm.snapshot(dir, hello))
+    }
+
     /// Leaves the VM paused.
     pub fn keep(mut self) {
         self.vm = None;

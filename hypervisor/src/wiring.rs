@@ -17,6 +17,7 @@ use devices::legacy::serial::{self, Serial};
 use devices::legacy::sleep::{self, SleepRegisters};
 use devices::memory::{GuestAddress, Memory};
 use devices::metrics::Meter;
+use devices::snapshot::Stateful;
 use devices::virtio::VirtioDevice;
 use devices::virtio::balloon::{Balloon, BalloonConfig, BalloonHandle};
 use devices::virtio::console::{Console, ConsoleConfig};
@@ -52,6 +53,21 @@ pub struct PlacedPmem {
 
 /// The VM in the kernel, once it is there: devices are made before.
 pub type LateHandle = Arc<OnceLock<Arc<VmHandle>>>;
+
+/// The legacy devices that have state.
+pub struct Legacy {
+    /// The serial port.
+    pub serial: Arc<Mutex<Serial>>,
+    /// The CMOS clock.
+    pub rtc: Arc<Mutex<Rtc>>,
+}
+
+impl Legacy {
+    /// All of them, by name.
+    pub fn stateful(&self) -> [(&'static str, Arc<Mutex<dyn Stateful + Send>>); 2] {
+        [("serial", self.serial.clone()), ("rtc", self.rtc.clone())]
+    }
+}
 
 /// Devices, buses and lines of a VM that is being built.
 pub struct Wiring<'a> {
@@ -120,8 +136,17 @@ impl<'a> Wiring<'a> {
         len: u64,
         device: impl BusDevice + 'static,
     ) -> Result<(), BuildError> {
-        let device = Arc::new(Mutex::new(device));
-        Ok(self.pio.insert(name, u64::from(port), len, device)?)
+        self.shared_port(name, port, len, &Arc::new(Mutex::new(device)))
+    }
+
+    fn shared_port<D: BusDevice + 'static>(
+        &mut self,
+        name: &str,
+        port: u16,
+        len: u64,
+        device: &Arc<Mutex<D>>,
+    ) -> Result<(), BuildError> {
+        Ok(self.pio.insert(name, u64::from(port), len, device.clone())?)
     }
 
     /// Serial port, reset, power off, clock, panic and debug ports.
@@ -129,13 +154,14 @@ impl<'a> Wiring<'a> {
         &mut self,
         observers: &Observers,
         console: ConsoleLog,
-    ) -> Result<(), BuildError> {
+    ) -> Result<Legacy, BuildError> {
         self.meters.push(("bus", "ports", self.pio.clone()));
         self.meters.push(("bus", "memory", self.mmio.clone()));
         self.meters.push(("device", "console-log", Arc::new(console.clone())));
         let serial = Serial::new(self.line(layout::SERIAL_GSI)?, Box::new(console));
         self.meters.push(("device", "serial", serial.meter()));
-        self.port("serial", layout::SERIAL_PORT, serial::LEN, serial)?;
+        let serial = Arc::new(Mutex::new(serial));
+        self.shared_port("serial", layout::SERIAL_PORT, serial::LEN, &serial)?;
         let end = |outcome: Outcome| {
             let events = observers.events.clone();
             move || events.end(outcome.clone())
@@ -147,11 +173,12 @@ impl<'a> Wiring<'a> {
         let panic = end(Outcome::Panic);
         let pvpanic = Pvpanic::new(Box::new(move |_| panic()));
         self.port("pvpanic", layout::PVPANIC_PORT, pvpanic::LEN, pvpanic)?;
-        let clock = Rtc::new(Box::new(std::time::SystemTime::now));
-        self.port("rtc", layout::RTC_PORT, rtc::LEN, clock)?;
+        let rtc = Arc::new(Mutex::new(Rtc::new(Box::new(std::time::SystemTime::now))));
+        self.shared_port("rtc", layout::RTC_PORT, rtc::LEN, &rtc)?;
         let ladder = observers.ladder.clone();
         let stamps = DebugPort::new(Box::new(move |value| ladder.guest_stamp(value)));
-        self.port("debug", guest_protocol::DEBUG_PORT, debug::LEN, stamps)
+        self.port("debug", guest_protocol::DEBUG_PORT, debug::LEN, stamps)?;
+        Ok(Legacy { serial, rtc })
     }
 
     /// All virtio devices of the configuration; the way into the vsock device.

@@ -124,6 +124,23 @@ impl TestVm {
         Self::builder().boot()
     }
 
+    /// A guest that goes on where the snapshot in `dir` was taken; any options of
+    /// `cube-vmm restore`.
+    ///
+    /// # Panics
+    /// If it does not get ready.
+    #[track_caller]
+    pub fn restore(dir: &Path, options: &[&str]) -> Self {
+        let place = Place::new();
+        let (api, vsock) = (PathBuf::from(place.path("api")), PathBuf::from(place.path("vsock")));
+        let call = place.call(["restore", "--api-socket", "api", "--resume", "--override"]);
+        let call = call.arguments([format!("vsock={}", vsock.display())]).arguments(options);
+        let running = call.arguments([dir]).start();
+        let mut vm = Self { running: Some(running), api, vsock, place };
+        vm.wait_until_ready();
+        vm
+    }
+
     #[track_caller]
     fn wait_until_ready(&mut self) {
         let deadline = Instant::now() + BOOTS_WITHIN;

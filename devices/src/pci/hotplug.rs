@@ -42,6 +42,17 @@ impl Slots {
     pub fn unplug(&self, slot: u8) {
         self.pending().down |= bit(slot);
     }
+
+    /// What the guest has not taken: the slots filled, and those to be emptied. For a snapshot.
+    pub fn untaken(&self) -> (u32, u32) {
+        let pending = self.pending();
+        (pending.up, pending.down)
+    }
+
+    /// Sets what the guest has not taken. The guest has its interrupt already.
+    pub fn set_untaken(&self, (up, down): (u32, u32)) {
+        *self.pending() = Pending { up, down };
+    }
 }
 
 fn bit(slot: u8) -> u32 {

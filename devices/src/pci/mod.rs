@@ -14,6 +14,7 @@ pub mod root;
 use std::sync::{Arc, Mutex};
 
 use crate::bus::BusDevice;
+use crate::snapshot::Stateful;
 
 /// Slots of the bus. Slot 0 is the host bridge.
 pub const SLOTS: u8 = 32;
@@ -29,8 +30,8 @@ pub struct Window {
     pub device: Arc<Mutex<dyn BusDevice>>,
 }
 
-/// One function of the bus. Called with the root's lock held, from vCPU threads; must not wait.
-pub trait PciFunction: Send {
+/// One function of the bus; its record holds the configuration registers. Called with the root's lock held, from vCPU threads; must not wait.
+pub trait PciFunction: Send + Stateful {
     /// Reads configuration registers; 1, 2 or 4 bytes that do not cross a register.
     fn read_config(&mut self, offset: u16, data: &mut [u8]);
 

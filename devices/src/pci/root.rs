@@ -12,6 +12,7 @@ use super::config::{ConfigSpace, FunctionId};
 use super::{PciFunction, SLOTS, Window};
 use crate::bus::{AccessError, Bus, BusDevice};
 use crate::ids::DeviceId;
+use crate::snapshot::{Record, RestoreError, SaveError};
 
 /// First port of the legacy configuration access.
 pub const CONFIG_PORT: u16 = 0xcf8;
@@ -42,6 +43,9 @@ pub enum SlotError {
     /// All slots are taken.
     #[error("no PCI slot is free; a VM has {}", SLOTS - 1)]
     Full,
+    /// The slot is taken, or there is no such slot.
+    #[error("PCI slot {0} is not free")]
+    Taken(u8),
     /// The slot is empty.
     #[error("no device {0} on the PCI bus")]
     NoSuchDevice(DeviceId),
@@ -94,10 +98,51 @@ impl PciRoot {
         function: Box<dyn PciFunction>,
     ) -> Result<u8, SlotError> {
         let number = self.free_slot()?;
-        if let Some(slot) = self.slots.get_mut(usize::from(number)) {
-            *slot = Some(Slot { id, function, window: None, misplaced: 0 });
-        }
+        self.insert_at(number, id, function)?;
         Ok(number)
+    }
+
+    /// Puts a function into the slot of that number, where a guest that goes on expects it.
+    pub fn insert_at(
+        &mut self,
+        number: u8,
+        id: DeviceId,
+        function: Box<dyn PciFunction>,
+    ) -> Result<(), SlotError> {
+        match self.slots.get_mut(usize::from(number)) {
+            Some(slot @ None) if number > 0 => {
+                *slot = Some(Slot { id, function, window: None, misplaced: 0 });
+                Ok(())
+            }
+            _ => Err(SlotError::Taken(number)),
+        }
+    }
+
+    /// The configuration registers of all functions, with their slots.
+    pub fn save(&self) -> Result<Vec<(u8, DeviceId, Record)>, SaveError> {
+        let slots = self.slots.iter().zip(0_u8..);
+        let filled = slots.filter_map(|(slot, number)| Some((slot.as_ref()?, number)));
+        filled
+            .map(|(slot, number)| Ok((number, slot.id.clone(), slot.function.save_record()?)))
+            .collect()
+    }
+
+    /// Restores the configuration registers of the function in a slot, and places its window. An
+    /// empty slot takes nothing.
+    pub fn restore(&mut self, number: u8, record: Record) -> Result<(), RestoreError> {
+        let place = usize::from(number);
+        let Some(mut slot) = self.slots.get_mut(place).and_then(Option::take) else {
+            return Ok(());
+        };
+        let restored = slot.function.restore_record(record);
+        if restored.is_ok() {
+            let window = slot.function.window();
+            self.move_window(&mut slot, window);
+        }
+        if let Some(place) = self.slots.get_mut(place) {
+            *place = Some(slot);
+        }
+        restored
     }
 
     /// Takes the function of that name out, with its window.
@@ -194,6 +239,16 @@ impl PortAccess {
         Self { root, address: 0 }
     }
 
+    /// The address register, for a snapshot between the two accesses.
+    pub fn address(&self) -> u32 {
+        self.address
+    }
+
+    /// Sets the address register as it was saved: any value may stand there.
+    pub fn set_address(&mut self, address: u32) {
+        self.address = address;
+    }
+
     /// Slot and register that a data access at `port` means; `None` for what is not there.
     fn target(&self, port: u64, len: usize) -> Result<Option<(u8, u16)>, AccessError> {
         let register = register(port - 4, len)? + (self.address & 0xfc) as u16;
@@ -275,143 +330,4 @@ fn lock(root: &Mutex<PciRoot>) -> std::sync::MutexGuard<'_, PciRoot> {
 }
 
 #[cfg(test)]
-mod tests {
-    use super::super::config::COMMAND;
-    use super::*;
-
-    struct Memory;
-
-    impl BusDevice for Memory {
-        fn read(&mut self, _: u64, data: &mut [u8]) -> Result<(), AccessError> {
-            data.fill(0x5a);
-            Ok(())
-        }
-        fn write(&mut self, _: u64, _: &[u8]) -> Result<(), AccessError> {
-            Ok(())
-        }
-    }
-
-    struct Function(ConfigSpace);
-
-    impl PciFunction for Function {
-        fn read_config(&mut self, offset: u16, data: &mut [u8]) {
-            self.0.read(usize::from(offset), data);
-        }
-        fn write_config(&mut self, offset: u16, data: &[u8]) {
-            self.0.write(usize::from(offset), data);
-        }
-        fn window(&self) -> Option<Window> {
-            let (base, len) = self.0.window()?;
-            Some(Window { base, len, device: Arc::new(Mutex::new(Memory)) })
-        }
-    }
-
-    struct Machine {
-        bus: Arc<Bus>,
-        root: Arc<Mutex<PciRoot>>,
-        changes: Arc<Mutex<Vec<WindowChange>>>,
-    }
-
-    fn function(base: u64) -> Box<Function> {
-        let id = FunctionId {
-            vendor: 0x1af4,
-            device: 0x1044,
-            subsystem: (0, 0),
-            class: [0xff, 0, 0],
-            revision: 1,
-        };
-        let mut config = ConfigSpace::new(id);
-        config.add_bar(base, 0x1000);
-        Box::new(Function(config))
-    }
-
-    fn machine() -> Machine {
-        let bus = Arc::new(Bus::new());
-        let changes = Arc::new(Mutex::new(Vec::new()));
-        let log = changes.clone();
-        let observer = Box::new(move |change| log.lock().unwrap().push(change));
-        let mut root = PciRoot::new(&bus, observer);
-        assert_eq!(root.insert(DeviceId::new("a"), function(0x8000_0000)), Ok(1));
-        Machine { bus, root: Arc::new(Mutex::new(root)), changes }
-    }
-
-    fn at(machine: &Machine, address: u64) -> u8 {
-        let mut data = [0];
-        machine.bus.read(address, &mut data);
-        data[0]
-    }
-
-    const SLOT1: u64 = 1 << 15;
-
-    #[test]
-    fn both_mechanisms_reach_the_same_registers() {
-        let machine = machine();
-        let mut ports = PortAccess::new(machine.root.clone());
-        let mut ecam = EcamAccess::new(machine.root.clone());
-        ports.write(0, &(ADDRESS_ENABLE | (1 << 11)).to_le_bytes()).unwrap();
-        let (mut by_port, mut by_ecam) = ([0; 2], [0; 2]);
-        ports.read(6, &mut by_port).unwrap();
-        ecam.read(SLOT1 + 2, &mut by_ecam).unwrap();
-        assert_eq!((by_port, by_ecam), ([0x44, 0x10], [0x44, 0x10]));
-    }
-
-    #[test]
-    fn empty_slots_and_other_functions_are_all_ones() {
-        let machine = machine();
-        let mut ecam = EcamAccess::new(machine.root.clone());
-        for offset in [2 << 15, SLOT1 + (1 << 12)] {
-            let mut data = [0; 4];
-            ecam.read(offset, &mut data).unwrap();
-            assert_eq!(data, [0xff; 4]);
-        }
-    }
-
-    #[test]
-    fn a_window_comes_moves_and_goes_with_the_registers() {
-        let machine = machine();
-        let mut ecam = EcamAccess::new(machine.root.clone());
-        let command = SLOT1 + COMMAND as u64;
-        ecam.write(command, &[2, 0]).unwrap();
-        assert_eq!(at(&machine, 0x8000_0000), 0x5a);
-        ecam.write(SLOT1 + 0x10, &0x9000_0000_u32.to_le_bytes()).unwrap();
-        assert_eq!((at(&machine, 0x8000_0000), at(&machine, 0x9000_0000)), (0xff, 0x5a));
-        ecam.write(command, &[0, 0]).unwrap();
-        assert_eq!(at(&machine, 0x9000_0000), 0xff);
-        let moves: Vec<_> =
-            machine.changes.lock().unwrap().iter().map(|change| (change.from, change.to)).collect();
-        let (a, b) = (Some(0x8000_0000), Some(0x9000_0000));
-        assert_eq!(moves, [(None, a), (a, b), (b, None)]);
-    }
-
-    #[test]
-    fn two_windows_at_one_place_do_not_take_it_from_each_other() {
-        let machine = machine();
-        let id = DeviceId::new("b");
-        machine.root.lock().unwrap().insert(id.clone(), function(0x8000_0000)).unwrap();
-        let mut ecam = EcamAccess::new(machine.root.clone());
-        ecam.write(SLOT1 + COMMAND as u64, &[2, 0]).unwrap();
-        ecam.write((2 << 15) + COMMAND as u64, &[2, 0]).unwrap();
-        machine.root.lock().unwrap().remove(&id).unwrap();
-        assert_eq!(at(&machine, 0x8000_0000), 0x5a);
-    }
-
-    #[test]
-    fn a_removed_function_leaves_nothing() {
-        let machine = machine();
-        let mut ecam = EcamAccess::new(machine.root.clone());
-        ecam.write(SLOT1 + COMMAND as u64, &[2, 0]).unwrap();
-        machine.root.lock().unwrap().remove(&DeviceId::new("a")).unwrap();
-        assert_eq!(at(&machine, 0x8000_0000), 0xff);
-        assert!(machine.root.lock().unwrap().remove(&DeviceId::new("a")).is_err());
-    }
-
-    #[test]
-    fn the_bus_has_a_bridge_and_31_places() {
-        let machine = machine();
-        let mut root = machine.root.lock().unwrap();
-        for n in 2..SLOTS {
-            assert_eq!(root.insert(DeviceId::new(format!("d{n}")), function(0x8000_0000)), Ok(n));
-        }
-        assert_eq!(root.insert(DeviceId::new("x"), function(0)), Err(SlotError::Full));
-    }
-}
+mod tests;

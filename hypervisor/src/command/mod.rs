@@ -3,5 +3,6 @@
 pub mod client;
 pub mod guest_command;
 pub mod options;
+pub mod restore;
 pub mod run;
 pub mod start;

@@ -37,7 +37,8 @@ pub struct StartOptions {
 /// How long a guest may take to power off after a signal.
 const SIGNAL_GRACE: Duration = Duration::from_secs(5);
 
-fn beside(api_socket: &Path) -> PathBuf {
+/// The vsock socket of a VM, unless somebody says where.
+pub(super) fn beside(api_socket: &Path) -> PathBuf {
     let mut path = api_socket.as_os_str().to_owned();
     path.push(".vsock");
     path.into()
@@ -61,15 +62,20 @@ pub fn start(options: &StartOptions, ladder: Ladder) -> anyhow::Result<u8> {
     watch_for_hello(control.vm().vsock(), observers.events.clone())?;
     control.start()?;
     socket.serve(observers.events.clone())?;
-    let code = until_the_end(&mut control, options, &observers.ladder);
+    let code = until_the_end(&mut control, Some(options.vm.boot_timeout()), &observers.ladder);
     if let Some(path) = &options.vm.trace {
         write_trace(path, &observers.ladder)?;
     }
     Ok(code)
 }
 
-fn until_the_end(control: &mut Control, options: &StartOptions, ladder: &Ladder) -> u8 {
-    let mut deadline = Some(Instant::now() + options.vm.boot_timeout());
+/// Serves the VM until its end, which an agent that has not said hello within `patience` is.
+pub(super) fn until_the_end(
+    control: &mut Control,
+    patience: Option<Duration>,
+    ladder: &Ladder,
+) -> u8 {
+    let mut deadline = patience.map(|patience| Instant::now() + patience);
     let mut signalled = false;
     loop {
         match control.next(deadline) {
@@ -95,7 +101,7 @@ fn until_the_end(control: &mut Control, options: &StartOptions, ladder: &Ladder)
             }
             Happening::TimedOut => {
                 control.kill();
-                let seconds = options.vm.boot_timeout;
+                let seconds = patience.unwrap_or_default().as_secs();
                 report(control, &format!("the guest's agent did not answer within {seconds} s"));
                 return EXIT_NOT_READY;
             }

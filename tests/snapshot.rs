@@ -1,0 +1,243 @@
+//! Snapshots of guests that need no Linux: a few bytes of machine code that count, in a register and
+//! in memory, and print each number over the serial port as one of sixteen letters. So whatever is
+//! lost, or done twice, is a gap in the alphabet.
+//!
+//! These run on every KVM, natively, be it one that interprets its guests. What Linux makes of a
+//! restore is in `api/snapshot.rs`.
+
+#![allow(clippy::unwrap_used, clippy::panic, missing_docs, reason = "tests fail by panics")]
+
+use std::fs::{self, File};
+use std::io::Write;
+use std::path::{Path, PathBuf};
+use std::thread;
+
+use harness::{Ended, Place, Running, eventually, image};
+
+/// Counts, prints, and says '!' for ever once register and memory differ.
+#[rustfmt::skip]
+const COUNT: &[u8] = &[
+    0x31, 0xc9,                         // xor ecx,ecx
+    0xbb, 0x00, 0x00, 0x20, 0x00,       // mov ebx,0x200000
+    0x66, 0xba, 0xf8, 0x03,             // mov dx,0x3f8
+    // next:
+    0x48, 0xff, 0xc1,                   // inc rcx
+    0x48, 0xff, 0x03,                   // inc QWORD PTR [rbx]
+    0x48, 0x3b, 0x0b,                   // cmp rcx,QWORD PTR [rbx]
+    0x75, 0x12,                         // jne bad
+    0x89, 0xc8,                         // mov eax,ecx
+    0x24, 0x0f,                         // and al,0xf
+    0x04, b'a',                         // add al,'a'
+    0xee,                               // out dx,al
+    0xbe, 0xd0, 0x07, 0x00, 0x00,       // mov esi,2000
+    // wait:
+    0xff, 0xce,                         // dec esi
+    0x75, 0xfc,                         // jne wait
+    0xeb, 0xe3,                         // jmp next
+    // bad:
+    0xb0, b'!',                         // mov al,'!'
+    0xee,                               // out dx,al
+    0xeb, 0xfb,                         // jmp bad
+];
+
+/// Says whether there is no KVM and that may be.
+fn may_skip() -> bool {
+    let allowed = std::env::var("CUBE_ALLOW_SKIP").unwrap_or_default();
+    let skip = allowed.split([',', ' ']).any(|word| word == "kvm");
+    let skip = skip && File::open("/dev/kvm").is_err();
+    if skip {
+        let test = thread::current().name().unwrap_or("test").to_owned();
+        // To the stream itself: the test harness would swallow it from `eprintln`.
+        let _ = writeln!(std::io::stderr(), "\x1b[1;31mSKIPPED {test}: no /dev/kvm\x1b[0m");
+    }
+    skip
+}
+
+/// A place with a counting guest and the name of a snapshot.
+struct Counter {
+    place: Place,
+    dir: PathBuf,
+}
+
+impl Counter {
+    fn new() -> Self {
+        let place = Place::new();
+        let dir = place.given_path("snapshot");
+        Self { place, dir }
+    }
+
+    fn start(&self, transport: &str) -> Running {
+        let kernel = self.place.given("guest", image::kernel(COUNT));
+        let disk = self.place.given("disk", vec![7; 1 << 20]);
+        let disk = format!("path={disk},id=data");
+        let call = self.place.call(["start", "--api-socket", "api", "--memory", "64M"]);
+        let call = call.arguments(["--kernel", &kernel, "--initrd", &kernel, "--disk", &disk]);
+        let call = call.arguments(["--boot-protocol", "linux", "--console", "serial"]);
+        let call = call.arguments(["--transport", transport, "--boot-timeout", "1000000"]);
+        let running = call.start();
+        running.stderr.wait_for("abcdefghijklmnopabcdefghijklmnop");
+        running
+    }
+
+    fn ask(&self, words: &[&str]) -> Ended {
+        let (command, arguments) = words.split_first().unwrap();
+        self.place.call([command, "--api-socket"]).arguments(arguments).end()
+    }
+
+    fn dir(&self) -> &str {
+        self.dir.to_str().unwrap()
+    }
+
+    fn restore(&self, api: &str, options: &[&str]) -> Running {
+        let call = self.place.call(["restore", self.dir(), "--api-socket", api]);
+        call.arguments(options).start()
+    }
+
+    fn end(&self, api: &str, running: Running) -> String {
+        self.ask(&["stop", api, "--how", "kill"]).output(0);
+        let ended = running.end();
+        assert_eq!(ended.code, 0, "{ended:?}");
+        ended.stderr
+    }
+}
+
+/// What was printed is the alphabet, without a gap, from after `last` on; its last letter.
+fn follows(last: char, printed: &str) -> char {
+    let next = |letter: char| if letter == 'p' { 'a' } else { (letter as u8 + 1) as char };
+    printed.chars().fold(last, |last, letter| {
+        assert_eq!(letter, next(last), "after {last:?} in {printed:?}");
+        letter
+    })
+}
+
+fn goes_on(running: &Running) {
+    let before = running.stderr.so_far().len();
+    eventually("the guest goes on", || running.stderr.so_far().len() > before + 40);
+}
+
+fn one_guest_becomes_two(transport: &str) {
+    if may_skip() {
+        return;
+    }
+    let counter = Counter::new();
+    let original = counter.start(transport);
+    counter.ask(&["snapshot", "api", counter.dir(), "--keep-paused"]).output(0);
+    let last = follows('a', &counter.end("api", original));
+
+    let second = counter.place.given("second", vec![7; 1 << 20]);
+    let other = format!("disk:data={second}");
+    let one = counter.restore("one", &["--resume"]);
+    let two = counter.restore("two", &["--resume", "--override", &other]);
+    goes_on(&one);
+    goes_on(&two);
+    for (api, running) in [("one", one), ("two", two)] {
+        follows(last, &counter.end(api, running));
+    }
+}
+
+#[test]
+fn one_guest_becomes_two_that_go_on_where_it_was_over_mmio() {
+    one_guest_becomes_two("mmio");
+}
+
+#[test]
+fn one_guest_becomes_two_that_go_on_where_it_was_over_pci() {
+    one_guest_becomes_two("pci");
+}
+
+#[test]
+fn a_guest_that_is_saved_goes_on_and_its_copies_can_be_saved_in_turn() {
+    if may_skip() {
+        return;
+    }
+    let mut counter = Counter::new();
+    let original = counter.start("mmio");
+    for round in 0..5 {
+        counter.dir = counter.place.given_path(&format!("round{round}"));
+        counter.ask(&["snapshot", "api", counter.dir()]).output(0);
+        goes_on(&original);
+    }
+    follows('a', &counter.end("api", original));
+    for generation in 0..4 {
+        let copy = counter.restore("api", &[]);
+        eventually("it answers", || counter.ask(&["info", "api"]).code == 0);
+        assert!(counter.ask(&["info", "api"]).text().contains("\"state\": \"paused\""));
+        assert_eq!(copy.stderr.so_far(), b"");
+        counter.ask(&["resume", "api"]).output(0);
+        goes_on(&copy);
+        counter.dir = counter.place.given_path(&format!("generation{generation}"));
+        counter.ask(&["pause", "api"]).output(0);
+        counter.ask(&["snapshot", "api", counter.dir()]).output(0);
+        assert!(counter.ask(&["info", "api"]).text().contains("\"state\": \"paused\""));
+        let printed = counter.end("api", copy);
+        follows(before(&printed), &printed);
+    }
+}
+
+/// The letter that came before the first one.
+fn before(printed: &str) -> char {
+    match printed.chars().next().unwrap() {
+        'a' => 'p',
+        letter => (letter as u8 - 1) as char,
+    }
+}
+
+#[test]
+fn a_snapshot_that_fails_leaves_nothing_and_the_guest_goes_on() {
+    if may_skip() {
+        return;
+    }
+    let counter = Counter::new();
+    let original = counter.start("mmio");
+    let taken = counter.place.given_folder("taken");
+    let half = counter.place.given_folder("half.tmp");
+    let beside = Path::new(&half).with_file_name("half");
+    let missing = counter.place.given_path("missing").join("snapshot");
+    for (dir, why) in [
+        (taken.as_str(), "exists"),
+        (beside.to_str().unwrap(), "half.tmp exists"),
+        (missing.to_str().unwrap(), "cannot be written"),
+        ("/", "no name"),
+    ] {
+        counter.ask(&["snapshot", "api", dir]).assert_refused(&[why]);
+        goes_on(&original);
+    }
+    assert_eq!(fs::read_dir(&taken).unwrap().count(), 0);
+    assert!(!beside.exists() && !missing.exists());
+    follows('a', &counter.end("api", original));
+}
+
+#[test]
+fn what_is_no_snapshot_is_refused_and_leaves_nothing() {
+    if may_skip() {
+        return;
+    }
+    let counter = Counter::new();
+    let original = counter.start("mmio");
+    counter.ask(&["snapshot", "api", counter.dir()]).output(0);
+    let refused = |options: &[&str], why: &[&str]| {
+        counter.restore("copy", options).end().assert_refused(why);
+    };
+    refused(&[], &["given/disk", "in use"]);
+    refused(&["--override", "disk:none=/dev/zero"], &["none"]);
+    refused(&["--override", "tpm:a=b"], &["tpm:a=b"]);
+    counter.end("api", original);
+    let manifest = counter.dir.join("manifest.json");
+    let whole = fs::read(&manifest).unwrap();
+    for bit in (0..whole.len() * 8).step_by(whole.len() / 3) {
+        let mut damaged = whole.clone();
+        damaged[bit / 8] ^= 1 << (bit % 8);
+        fs::write(&manifest, damaged).unwrap();
+        refused(&[], &["manifest.json"]);
+    }
+    fs::write(&manifest, &whole).unwrap();
+    for name in ["memory", "state"] {
+        let path = counter.dir.join(name);
+        let len = fs::metadata(&path).unwrap().len();
+        File::options().write(true).open(&path).unwrap().set_len(len - 1).unwrap();
+        refused(&[], &[name, "bytes"]);
+        File::options().write(true).open(&path).unwrap().set_len(len).unwrap();
+    }
+    fs::remove_file(&manifest).unwrap();
+    refused(&[], &["no manifest.json"]);
+}
