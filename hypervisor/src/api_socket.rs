@@ -8,7 +8,7 @@ use std::path::{Path, PathBuf};
 use std::sync::Arc;
 use std::sync::atomic::{AtomicUsize, Ordering};
 use std::sync::mpsc::sync_channel;
-use std::time::Duration;
+use std::time::{Duration, Instant};
 
 use nix::fcntl::{Flock, FlockArg};
 
@@ -19,6 +19,12 @@ use crate::event::{Call, Event, Events};
 const MAX_CONNECTIONS: usize = 16;
 /// A connection that says nothing for so long is closed.
 const IDLE: Duration = Duration::from_secs(600);
+/// How long the end of the process waits for answers that are being written, the one to a request to
+/// end among them.
+const LAST_ANSWERS: Duration = Duration::from_secs(2);
+
+/// Requests that have no answer yet.
+type Unanswered = Arc<AtomicUsize>;
 
 /// Why there is no control socket, or no answer from one.
 #[derive(Debug, thiserror::Error)]
@@ -71,6 +77,7 @@ pub struct ApiSocket {
     path: PathBuf,
     listener: UnixListener,
     inode: u64,
+    unanswered: Unanswered,
 }
 
 impl ApiSocket {
@@ -100,7 +107,8 @@ impl ApiSocket {
         let permissions = std::fs::Permissions::from_mode(0o600);
         std::fs::set_permissions(path, permissions).map_err(failed)?;
         let inode = std::fs::symlink_metadata(path).map_err(failed)?.ino();
-        Ok(Self { path: path.to_owned(), listener, inode })
+        let unanswered = Unanswered::default();
+        Ok(Self { path: path.to_owned(), listener, inode, unanswered })
     }
 
     /// Serves connections on threads until the process ends.
@@ -108,7 +116,8 @@ impl ApiSocket {
         let failed = |source| SocketError::Bind { path: self.path.clone(), source };
         let listener = self.listener.try_clone().map_err(failed)?;
         let thread = std::thread::Builder::new().name("api".to_owned()).stack_size(128 * 1024);
-        thread.spawn(move || accept(&listener, &events)).map_err(failed)?;
+        let unanswered = self.unanswered.clone();
+        thread.spawn(move || accept(&listener, &events, &unanswered)).map_err(failed)?;
         Ok(())
     }
 }
@@ -120,10 +129,14 @@ impl Drop for ApiSocket {
         if ours && let Err(error) = std::fs::remove_file(&self.path) {
             tracing::warn!(%error, path = %self.path.display(), "api socket not removed");
         }
+        let deadline = Instant::now() + LAST_ANSWERS;
+        while self.unanswered.load(Ordering::Acquire) > 0 && Instant::now() < deadline {
+            std::thread::sleep(Duration::from_millis(1));
+        }
     }
 }
 
-fn accept(listener: &UnixListener, events: &Events) {
+fn accept(listener: &UnixListener, events: &Events, unanswered: &Unanswered) {
     let connections = Arc::new(AtomicUsize::new(0));
     for stream in listener.incoming() {
         let Ok(stream) = stream else {
@@ -136,9 +149,10 @@ fn accept(listener: &UnixListener, events: &Events) {
             continue;
         }
         let (events, count) = (events.clone(), connections.clone());
+        let unanswered = unanswered.clone();
         let serve = move || {
             // What ends a connection is no concern of the VM's.
-            let _ = converse(stream, &events);
+            let _ = converse(stream, &events, &unanswered);
             count.fetch_sub(1, Ordering::AcqRel);
         };
         let thread = std::thread::Builder::new().name("api-conn".to_owned());
@@ -148,7 +162,7 @@ fn accept(listener: &UnixListener, events: &Events) {
     }
 }
 
-fn converse(mut stream: UnixStream, events: &Events) -> io::Result<()> {
+fn converse(mut stream: UnixStream, events: &Events, unanswered: &AtomicUsize) -> io::Result<()> {
     stream.set_read_timeout(Some(IDLE))?;
     stream.set_write_timeout(Some(Duration::from_secs(10)))?;
     let mut reader = BufReader::new(stream.try_clone()?);
@@ -159,19 +173,25 @@ fn converse(mut stream: UnixStream, events: &Events) -> io::Result<()> {
         if read == 0 {
             return Ok(());
         }
-        let ended = line.ends_with(b"\n");
-        let reply = if ended || read < MAX_REQUEST {
-            dispatch(&line, events)
-        } else {
-            invalid(format!("request is longer than {MAX_REQUEST} bytes"))
-        };
-        let mut text = serde_json::to_vec(&reply)?;
-        text.push(b'\n');
-        stream.write_all(&text)?;
-        if !ended {
+        unanswered.fetch_add(1, Ordering::AcqRel);
+        let answered = answer(&mut stream, &line, events);
+        unanswered.fetch_sub(1, Ordering::AcqRel);
+        answered?;
+        if !line.ends_with(b"\n") {
             return Ok(());
         }
     }
+}
+
+fn answer(stream: &mut UnixStream, line: &[u8], events: &Events) -> io::Result<()> {
+    let reply = if line.ends_with(b"\n") || line.len() < MAX_REQUEST {
+        dispatch(line, events)
+    } else {
+        invalid(format!("request is longer than {MAX_REQUEST} bytes"))
+    };
+    let mut text = serde_json::to_vec(&reply)?;
+    text.push(b'\n');
+    stream.write_all(&text)
 }
 
 fn invalid(message: String) -> Reply {
