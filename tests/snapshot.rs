@@ -11,8 +11,10 @@ use std::fs::{self, File};
 use std::io::Write;
 use std::path::{Path, PathBuf};
 use std::thread;
+use std::time::Duration;
 
 use harness::{Ended, Place, Running, eventually, image};
+use nix::sys::signal::Signal;
 
 /// Counts, prints, and says '!' for ever once register and memory differ.
 #[rustfmt::skip]
@@ -205,6 +207,41 @@ fn a_snapshot_that_fails_leaves_nothing_and_the_guest_goes_on() {
     assert_eq!(fs::read_dir(&taken).unwrap().count(), 0);
     assert!(!beside.exists() && !missing.exists());
     follows('a', &counter.end("api", original));
+}
+
+/// Whenever the VMM is killed while it writes: what bears the name of a snapshot is one.
+#[test]
+fn a_vmm_that_dies_while_it_writes_leaves_no_half_snapshot() {
+    if may_skip() {
+        return;
+    }
+    for round in 0..12 {
+        let counter = Counter::new();
+        let original = counter.start("mmio");
+        let words = ["snapshot", "--api-socket", "api", counter.dir()];
+        let asking = counter.place.call(words).start();
+        // Any point in time will do.
+        thread::sleep(Duration::from_millis(round * 5));
+        original.signal(Signal::SIGKILL);
+        original.end();
+        let answered = asking.end().code == 0;
+        let exists = counter.dir.exists();
+        assert!(exists || !answered, "round {round}");
+        if exists {
+            let other = counter.place.given("other", vec![7; 1 << 20]);
+            let copy = counter.restore("copy", &["--override", &format!("disk:data={other}")]);
+            eventually("it answers", || counter.ask(&["info", "copy"]).code == 0);
+            counter.ask(&["resume", "copy"]).output(0);
+            goes_on(&copy);
+            let printed = counter.end("copy", copy);
+            follows(before(&printed), &printed);
+        } else {
+            counter.restore("copy", &[]).end().assert_refused(&["cannot be read"]);
+        }
+        // A VMM that is killed cannot clean up.
+        fs::remove_file(counter.place.path("api")).unwrap();
+        fs::remove_file(counter.place.path("api.vsock")).unwrap();
+    }
 }
 
 #[test]

@@ -82,12 +82,13 @@ impl Control {
     fn snapshot(&mut self, dir: &Path, keep_paused: bool) -> Result<(), SnapshotError> {
         self.vm.collect_ejected();
         let hello = self.restored.as_ref().or(self.hello.as_ref());
+        // A guest that has ended has its last access not behind it, and its end is on its way to us.
+        let ended = || self.events.outcome().is_some();
         if self.vm.state() == state::VmState::Paused {
-            return self.vm.snapshot(dir, hello);
+            return if ended() { Err(SnapshotError::Ended) } else { self.vm.snapshot(dir, hello) };
         }
         let paused = self.vm.pause()?;
-        // Its last access is not over, and its end on its way to us.
-        if self.events.outcome().is_some() {
+        if ended() {
             return Err(SnapshotError::Ended);
         }
         paused.snapshot(dir, hello)?;
