@@ -173,6 +173,14 @@ impl Control {
         match request {
             Request::Info {} => answer(&reply, Reply::Info(Box::new(self.info()))),
             Request::Metrics { format } => answer(&reply, self.metrics(format)),
+            Request::Pause {} if self.vm.served_elsewhere().is_some() => {
+                let disk = self.vm.served_elsewhere().unwrap_or_default();
+                let message = format!(
+                    "disk {disk:?} is served by a vhost-user backend, and such a VM cannot be paused \
+                     yet; unplug the disk first, or give the VM a path= disk"
+                );
+                answer(&reply, error(ErrorKind::Failed, &message));
+            }
             Request::Pause {} => {
                 let paused = self.vm.pause().map(crate::vm::Paused::keep);
                 answer(&reply, done(paused));

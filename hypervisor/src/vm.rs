@@ -179,6 +179,13 @@ impl Vm {
         Ok(())
     }
 
+    /// A disk that another process serves. A pause would have to leave that process without any
+    /// request half done, and some take it badly: QEMU's storage daemon now and then still writes to
+    /// a descriptor that it has closed, and serves nothing afterwards.
+    pub(crate) fn served_elsewhere(&self) -> Option<String> {
+        self.config.disks.iter().find(|disk| disk.vhost_user).map(|disk| disk.id.clone())
+    }
+
     /// The devices, by name.
     pub fn devices(&self) -> Vec<String> {
         self.transports.iter().map(|(id, _)| id.to_string()).collect()
