@@ -173,18 +173,7 @@ impl Control {
         match request {
             Request::Info {} => answer(&reply, Reply::Info(Box::new(self.info()))),
             Request::Metrics { format } => answer(&reply, self.metrics(format)),
-            Request::Pause {} if self.vm.served_elsewhere().is_some() => {
-                let disk = self.vm.served_elsewhere().unwrap_or_default();
-                let message = format!(
-                    "disk {disk:?} is served by a vhost-user backend, and such a VM cannot be paused \
-                     yet; unplug the disk first, or give the VM a path= disk"
-                );
-                answer(&reply, error(ErrorKind::Failed, &message));
-            }
-            Request::Pause {} => {
-                let paused = self.vm.pause().map(crate::vm::Paused::keep);
-                answer(&reply, done(paused));
-            }
+            Request::Pause {} => answer(&reply, self.pause()),
             Request::Resume {} => answer(&reply, done(self.resume())),
             Request::Snapshot { dir, keep_paused } => {
                 answer(&reply, done(self.snapshot(&dir, keep_paused)));
@@ -201,6 +190,19 @@ impl Control {
             }
         }
         None
+    }
+
+    fn pause(&mut self) -> Reply {
+        match self.vm.served_elsewhere() {
+            Some(disk) => {
+                let message = format!(
+                    "disk {disk:?} is served by a vhost-user backend, and such a VM cannot be paused \
+                     yet; unplug the disk first, or give the VM a path= disk"
+                );
+                error(ErrorKind::Failed, &message)
+            }
+            None => done(self.vm.pause().map(crate::vm::Paused::keep)),
+        }
     }
 
     fn stop(&mut self, how: StopHow, timeout: Duration) -> Option<Happening> {

@@ -34,9 +34,6 @@ pub enum PlugError {
     /// Only PCI has slots.
     #[error("this VM has no slots for devices; start it with --transport pci")]
     NoSlots,
-    /// The name is taken.
-    #[error("a device is called {0:?} already; give the new one another id=")]
-    DuplicateId(String),
     /// The device makes no sense beside the others.
     #[error(transparent)]
     Config(ConfigError),
@@ -220,9 +217,6 @@ impl Vm {
         let mut config = self.config.clone();
         config.disks.push(disk.clone());
         config.validate().map_err(PlugError::Config)?;
-        if self.transports.iter().any(|(id, _)| id.as_str() == disk.id) {
-            return Err(PlugError::DuplicateId(disk.id.clone()));
-        }
         if disk.vhost_user && !is_shared(&self.memory) {
             return Err(PlugError::PrivateMemory(disk.id.clone()));
         }
@@ -231,7 +225,7 @@ impl Vm {
         let (slot, transport) = slots.attach(&id, device)?;
         self.transports.push((id, transport));
         self.disks.push(running);
-        self.config.disks.push(disk.clone());
+        self.config = config;
         slots.announce(slot);
         Ok(())
     }
