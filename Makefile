@@ -21,8 +21,8 @@ demo: build ## Install, build, boot a guest, run a command in it, print the boot
 test: build lint unit native guest ## Install, build, and run every check and test
 
 build: packages ## Build the VMM, the guest kernel and the root image
-	$(call step,VMM)
-	@cargo build --release -p cube-vmm -p cube-benches
+	$(call step,VMM and shim)
+	@cargo build --release -p cube-vmm -p cube-benches -p containerd-shim-cube
 	$(call step,Guest kernel (the first time takes about ten minutes))
 	@guest-kernel/build.sh
 	$(call step,Root image)
@@ -57,7 +57,7 @@ native: ## Run the tests of tiny guests, on any /dev/kvm
 guest: ## Run the tests of Linux guests, on hardware KVM or in the lab
 	$(call step,Linux guests)
 	@tests/harness/stock-kernel >/dev/null
-	@cargo test -p cube-tests --test boot --test api --test devices
+	@cargo test -p cube-tests --test boot --test api --test devices --test containers
 
 bench: build ## Measure the boot (see benches/README.md for more)
 	$(call step,Floor)

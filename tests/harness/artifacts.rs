@@ -15,6 +15,10 @@ pub enum Artifact {
     Kernel,
     /// The root image with the agent. `CUBE_INITRD` names another.
     Initrd,
+    /// `containerd-shim-cube-v2`, release build. `CUBE_SHIM` names another.
+    Shim,
+    /// The root image with `cube-oci`. `CUBE_CONTAINER_INITRD` names another.
+    ContainerInitrd,
     /// A distribution's kernel, a bzImage with modules.
     StockKernel,
     /// The root image that loads the modules of [`Artifact::StockKernel`].
@@ -28,6 +32,8 @@ impl Artifact {
             Self::Vmm => "cube-vmm",
             Self::Kernel => "kernel",
             Self::Initrd => "initrd",
+            Self::Shim => "containerd-shim-cube-v2",
+            Self::ContainerInitrd => "container-initrd",
             Self::StockKernel | Self::StockInitrd => "stock-kernel",
         }
     }
@@ -39,6 +45,11 @@ impl Artifact {
             Self::Vmm => given("CUBE_VMM").unwrap_or_else(built_vmm),
             Self::Kernel => given("CUBE_KERNEL").unwrap_or_else(|| beside_vmm("vmlinux")),
             Self::Initrd => given("CUBE_INITRD").unwrap_or_else(|| beside_vmm("initrd.cpio")),
+            Self::Shim => given("CUBE_SHIM")
+                .unwrap_or_else(|| built_vmm().with_file_name("containerd-shim-cube-v2")),
+            Self::ContainerInitrd => {
+                given("CUBE_CONTAINER_INITRD").unwrap_or_else(|| beside_vmm("container.cpio"))
+            }
             Self::StockKernel => cache().join("stock/vmlinuz"),
             Self::StockInitrd => cache().join("stock/initrd.cpio"),
         }
@@ -48,7 +59,8 @@ impl Artifact {
         match self {
             Self::Vmm => "cargo build --release -p cube-vmm",
             Self::Kernel => "guest-kernel/build.sh",
-            Self::Initrd => "rootfs/build.sh",
+            Self::Initrd | Self::ContainerInitrd => "rootfs/build.sh",
+            Self::Shim => "cargo build --release -p containerd-shim-cube",
             Self::StockKernel | Self::StockInitrd => "tests/harness/stock-kernel",
         }
     }

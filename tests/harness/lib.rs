@@ -13,6 +13,8 @@
 //! | [`wire`] | a network namespace with a TAP, and the host's ends of connections |
 //! | [`image`] | kernels of a few bytes, disk and root images |
 //! | [`tools`] | programs of the host, with their libraries, for a guest |
+//! | [`containerd`] | a containerd with the shim under test, and `ctr` |
+//! | [`oci_image`] | a container image of a busybox |
 //! | [`artifacts`] | where the things under test are, and what to say when they are missing |
 //! | [`lab`] | the main function of tests that need real guests: here, or in the lab |
 //!
@@ -23,10 +25,12 @@
 pub mod artifacts;
 pub mod call;
 pub mod census;
+pub mod containerd;
 pub mod guest;
 pub mod image;
 pub mod lab;
 pub mod lifecycle;
+pub mod oci_image;
 pub mod place;
 pub mod terminal;
 pub mod tools;

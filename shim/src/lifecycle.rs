@@ -1,0 +1,320 @@
+//! What is done to containers and their processes. Each of these either does it all or leaves
+//! things as they were.
+
+use std::path::{Path, PathBuf};
+use std::sync::Arc;
+use std::time::{Duration, SystemTime};
+
+use containerd_shim_protos::types::mount::Mount;
+use containerd_shim_protos::types::task::Status;
+use hypervisor::api::Request;
+use serde_json::Value;
+use tokio::task::spawn_blocking;
+
+use crate::container::Container;
+use crate::error::{Error, Result, io};
+use crate::process::{End, Process};
+use crate::rootfs::{self, Root};
+use crate::sandbox::Sandbox;
+use crate::spec::{self, Adapted};
+use crate::stdio::Stdio;
+use crate::vm::Vm;
+use crate::{bootstrap, oci, record};
+
+/// How long a container that is deleted before it ran may take to end.
+const ENDING: Duration = Duration::from_secs(5);
+
+/// What a new container is made of.
+#[derive(Clone, Debug)]
+pub struct New {
+    /// Its name.
+    pub id: String,
+    /// containerd's folder for it.
+    pub bundle: PathBuf,
+    /// Its root.
+    pub rootfs: Vec<Mount>,
+    /// Its first process's streams.
+    pub stdio: Stdio,
+}
+
+/// Reads the spec in a bundle.
+pub fn read_spec(bundle: &Path) -> Result<Value> {
+    let path = bundle.join("config.json");
+    let text = std::fs::read(&path).map_err(io(format!("read {}", path.display())))?;
+    serde_json::from_slice(&text)
+        .map_err(|error| Error::Invalid(format!("{} is not a spec: {error}", path.display())))
+}
+
+impl Sandbox {
+    /// Makes a container, ready to be started.
+    pub async fn create(self: &Arc<Self>, new: New) -> Result<Arc<Container>> {
+        bootstrap::check_name("container", &new.id)?;
+        new.stdio.check()?;
+        let spec = read_spec(&new.bundle)?;
+        let container = Arc::new(Container::new(&new.id, new.bundle.clone(), new.stdio.clone()));
+        self.add(&container)?;
+        let changing = container.changing.lock().await;
+        let made = self.make(&container, spec, &new).await;
+        if made.is_err() {
+            self.unmake(&container).await;
+            self.forget(&container.id);
+        }
+        drop(changing);
+        made.map(|()| container)
+    }
+
+    async fn make(
+        self: &Arc<Self>,
+        container: &Arc<Container>,
+        spec: Value,
+        new: &New,
+    ) -> Result<()> {
+        let folder = new.bundle.join(spec["root"]["path"].as_str().unwrap_or("rootfs"));
+        let adapted = spec::adapt(spec.clone(), &container.id)?;
+        // Files are mounted while the guest boots. Both are waited for even if one fails: what is
+        // mounted later would be left.
+        let (vm, laid_out) = tokio::join!(
+            self.booted(&spec),
+            self.lay_out(container, new.rootfs.clone(), folder, adapted)
+        );
+        laid_out?;
+        let vm = vm?;
+        container.init.launch(&vm.guest, oci::create(&container.id)).await?;
+        let state = oci::created(&vm.guest, &container.id).await?;
+        match state.error {
+            Some(failure) => Err(failure.into()),
+            None if state.status == "created" => {
+                container.init.set_pid(vm.vmm.identity.pid);
+                self.watch(container, &container.init);
+                Ok(())
+            }
+            None => Err(Error::State(format!(
+                "task {} is {} after it was made",
+                container.id, state.status
+            ))),
+        }
+    }
+
+    async fn lay_out(
+        &self,
+        container: &Container,
+        mounts: Vec<Mount>,
+        folder: PathBuf,
+        adapted: Adapted,
+    ) -> Result<()> {
+        let (place, id) = (self.place.clone(), container.id.clone());
+        let work = move || {
+            let root = Root { mounts: &mounts, folder: &folder };
+            rootfs::lay_out(&place, &id, &root, &adapted)
+        };
+        spawn_blocking(work).await.map_err(|error| Error::Unavailable(error.to_string()))?
+    }
+
+    /// Takes away what the guest and the host have of a container.
+    async fn unmake(&self, container: &Container) {
+        if let Ok(vm) = self.vm()
+            && let Err(error) = oci::delete(&vm.guest, &container.id).await
+        {
+            tracing::warn!(%error, id = container.id, "a container is left in the guest");
+        }
+        let (place, id) = (self.place.clone(), container.id.clone());
+        if let Ok(Err(error)) = spawn_blocking(move || place.clear_container(&id)).await {
+            tracing::error!(%error, id = container.id, "a container's files are left");
+        }
+    }
+
+    /// Lets a process run that was made or added.
+    pub async fn start(
+        self: &Arc<Self>,
+        container: &Arc<Container>,
+        process: &Arc<Process>,
+    ) -> Result<()> {
+        let changing = container.changing.lock().await;
+        let vm = self.running_vm(container)?;
+        process.start()?;
+        let exec = process.name.exec.as_str();
+        let started = if exec.is_empty() {
+            oci::start(&vm.guest, &container.id).await
+        } else {
+            process.launch(&vm.guest, oci::exec(&container.id, exec)).await
+        };
+        drop(changing);
+        if started.is_err() {
+            process.not_started();
+        }
+        started
+    }
+
+    /// The VM, for what cannot be done while it stands still.
+    fn running_vm(&self, container: &Container) -> Result<Arc<Vm>> {
+        if container.is_paused() {
+            return Err(Error::State(format!("task {} is paused", container.id)));
+        }
+        self.vm()
+    }
+
+    /// Adds a process to a container; [`Sandbox::start`] starts it.
+    pub async fn exec(&self, id: &str, exec: &str, stdio: Stdio, spec: &[u8]) -> Result<()> {
+        bootstrap::check_name("exec id", exec)?;
+        stdio.check()?;
+        let container = self.container(id)?;
+        let spec: Value = serde_json::from_slice(spec)
+            .map_err(|error| Error::Invalid(format!("the spec of exec {exec}: {error}")))?;
+        let process = container.add(exec, stdio)?;
+        let path = self.place.container(id).join(oci::exec_file(exec));
+        let written = record::write(&path, &spec);
+        if written.is_err() {
+            container.forget(exec);
+        } else {
+            process.set_pid(self.pid());
+        }
+        written
+    }
+
+    /// Sends a signal. Whatever is paused, dead or not answering can be killed.
+    pub async fn kill(
+        &self,
+        container: &Container,
+        process: &Process,
+        signal: u32,
+        all: bool,
+    ) -> Result<()> {
+        if process.end().is_some() {
+            return Err(Error::NotFound(format!("process already finished: {}", process.name)));
+        }
+        let kill = signal == libc::SIGKILL.unsigned_abs();
+        if container.is_paused() {
+            if !kill {
+                return Err(Error::State(format!(
+                    "task {} is paused: it gets no signal but SIGKILL",
+                    container.id
+                )));
+            }
+            return self.kill_paused(container).await;
+        }
+        let vm = self.vm()?;
+        let exec = process.name.exec.as_str();
+        match oci::kill(&vm.guest, &container.id, exec, signal, all).await {
+            // A guest that does not answer has nothing that could be kept.
+            Err(Error::Unavailable(why)) if kill && exec.is_empty() && self.is_alone(container) => {
+                tracing::warn!(why, "the guest does not answer: the VM is killed");
+                vm.vmm.kill().await;
+                Ok(())
+            }
+            done => done,
+        }
+    }
+
+    fn is_alone(&self, container: &Container) -> bool {
+        self.all().iter().all(|other| other.id == container.id)
+    }
+
+    /// A VM that stands still cannot end a process: it goes itself, if it is this container's
+    /// alone, or goes on for that.
+    async fn kill_paused(&self, container: &Container) -> Result<()> {
+        let vm = self.vm()?;
+        if self.is_alone(container) {
+            vm.vmm.kill().await;
+        } else {
+            oci::kill(&vm.guest, &container.id, "", libc::SIGKILL.unsigned_abs(), true).await?;
+            oci::resume(&vm.guest, &container.id).await?;
+        }
+        container.set_paused(false);
+        Ok(())
+    }
+
+    /// Stops a container where it is: the whole VM if there is nothing else in it.
+    pub async fn pause(&self, container: &Container) -> Result<()> {
+        let _changing = container.changing.lock().await;
+        if container.status(&container.init) != Status::RUNNING {
+            return Err(Error::State(format!(
+                "task {} is not running, so it cannot be paused",
+                container.id
+            )));
+        }
+        let vm = self.vm()?;
+        if self.is_alone(container) {
+            vm.vmm.ask(&Request::Pause {}).await?;
+        } else {
+            oci::pause(&vm.guest, &container.id).await?;
+        }
+        container.set_paused(true);
+        Ok(())
+    }
+
+    /// Lets it go on. Done when the guest has answered.
+    pub async fn resume(&self, container: &Container) -> Result<()> {
+        let _changing = container.changing.lock().await;
+        if !container.is_paused() {
+            return Err(Error::State(format!("task {} is not paused", container.id)));
+        }
+        let vm = self.vm()?;
+        if self.is_alone(container) {
+            vm.vmm.ask(&Request::Resume {}).await?;
+            vm.guest.call(&guest_protocol::Request::Ping).await?;
+        } else {
+            oci::resume(&vm.guest, &container.id).await?;
+        }
+        container.set_paused(false);
+        Ok(())
+    }
+
+    /// Changes the limits of a container.
+    pub async fn update(&self, container: &Container, resources: &[u8]) -> Result<()> {
+        let resources: Value = serde_json::from_slice(resources)
+            .map_err(|error| Error::Invalid(format!("the resources: {error}")))?;
+        let vm = self.running_vm(container)?;
+        let name = "resources.json";
+        record::write(&self.place.container(&container.id).join(name), &resources)?;
+        oci::update(&vm.guest, &container.id, name).await
+    }
+
+    /// Takes a container away that has ended or never ran, and tells how it has ended.
+    pub async fn delete(&self, container: &Arc<Container>) -> Result<End> {
+        let _changing = container.changing.lock().await;
+        match container.status(&container.init) {
+            Status::STOPPED => {}
+            Status::CREATED => self.end_created(container).await?,
+            status => {
+                let status = format!("{status:?}").to_lowercase();
+                let id = &container.id;
+                return Err(Error::State(format!("cannot delete a {status} process: task {id}")));
+            }
+        }
+        for process in container.execs().iter().chain([&container.init]) {
+            process.drain().await;
+        }
+        self.unmake(container).await;
+        self.forget(&container.id);
+        let lost = End { status: 255, at: SystemTime::now() };
+        Ok(container.init.end().unwrap_or(lost))
+    }
+
+    async fn end_created(&self, container: &Container) -> Result<()> {
+        if let Ok(vm) = self.vm() {
+            let signal = libc::SIGKILL.unsigned_abs();
+            oci::kill(&vm.guest, &container.id, "", signal, true).await?;
+        }
+        let ended = tokio::time::timeout(ENDING, container.init.wait()).await;
+        ended.map(drop).map_err(|_| {
+            Error::Unavailable(format!("task {} was killed and does not end", container.id))
+        })
+    }
+
+    /// Forgets a process that was added and has ended or was never started.
+    pub async fn delete_exec(&self, container: &Container, process: &Process) -> Result<End> {
+        let status = container.status(process);
+        if !matches!(status, Status::STOPPED | Status::CREATED) {
+            let status = format!("{status:?}").to_lowercase();
+            return Err(Error::State(format!(
+                "cannot delete a {status} process: {}",
+                process.name
+            )));
+        }
+        process.drain().await;
+        container.forget(&process.name.exec);
+        let path = self.place.container(&container.id).join(oci::exec_file(&process.name.exec));
+        let _ = std::fs::remove_file(path);
+        Ok(process.end().unwrap_or(End { status: 0, at: SystemTime::now() }))
+    }
+}

@@ -1,0 +1,414 @@
+//! Gives the guest what a network plugin has made for its pod: each interface of the pod's network
+//! namespace gets a TAP beside it, all that arrives at the one is sent out of the other, and the
+//! guest's card has the interface's address. So peers, switches and the plugin see what they expect.
+//!
+//! Nothing of it needs to be cleared away: the TAPs go with the VMM, and the redirections with the
+//! namespace, which is the plugin's.
+
+use std::fs::File;
+use std::net::IpAddr;
+use std::os::fd::{AsRawFd, OwnedFd};
+use std::path::{Path, PathBuf};
+
+use futures_util::TryStreamExt;
+use nix::sched::{CloneFlags, setns};
+use rtnetlink::packet_route::AddressFamily;
+use rtnetlink::packet_route::address::AddressAttribute;
+use rtnetlink::packet_route::link::{LinkAttribute, LinkFlags, LinkMessage};
+use rtnetlink::packet_route::neighbour::{NeighbourAddress, NeighbourAttribute, NeighbourState};
+use rtnetlink::packet_route::route::{RouteAddress, RouteAttribute, RouteMessage};
+use rtnetlink::{Handle, LinkUnspec, RouteMessageBuilder};
+use serde_json::Value;
+
+use crate::error::{Error, Result, io};
+
+/// `ETH_P_ALL`.
+const ALL_PROTOCOLS: u16 = 3;
+/// The parent of filters on what arrives.
+const INGRESS: u32 = 0xffff_0000;
+/// The table of routes that are not special.
+const MAIN_TABLE: u8 = 254;
+
+/// What the guest shall have.
+#[derive(Debug, Default)]
+pub struct Network {
+    /// Its cards, in the order of their names.
+    pub cards: Vec<Card>,
+    /// Its routes: those without a gateway first, which the others need.
+    pub routes: Vec<Route>,
+    /// Neighbours that were entered by hand.
+    pub neighbours: Vec<Neighbour>,
+}
+
+/// A card.
+#[derive(Debug)]
+pub struct Card {
+    /// The interface's name, in the pod and in the guest.
+    pub name: String,
+    /// Its hardware address.
+    pub mac: String,
+    /// Its MTU in bytes.
+    pub mtu: u32,
+    /// Its addresses, each with the length of its network's prefix.
+    pub addresses: Vec<(IpAddr, u8)>,
+    /// The host's end.
+    pub tap: OwnedFd,
+}
+
+/// A route.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct Route {
+    /// To where; `None` is anywhere.
+    pub to: Option<(IpAddr, u8)>,
+    /// Over whom.
+    pub gateway: Option<IpAddr>,
+    /// Over which card.
+    pub card: String,
+    /// Of IPv6.
+    pub v6: bool,
+}
+
+/// A neighbour.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct Neighbour {
+    pub address: IpAddr,
+    pub mac: String,
+    pub card: String,
+}
+
+/// The network namespace that a spec wants its container to be in. `None` is one of its own, with
+/// nothing in it.
+pub fn namespace(spec: &Value) -> Result<Option<PathBuf>> {
+    let namespaces = spec["linux"]["namespaces"].as_array();
+    let mut network = namespaces.into_iter().flatten().filter(|each| each["type"] == "network");
+    match network.next() {
+        Some(found) => Ok(found["path"].as_str().filter(|path| !path.is_empty()).map(Into::into)),
+        None => Err(Error::Invalid(
+            "the container wants the host's network, which a VM cannot have; leave out hostNetwork \
+             (--net-host), or use another runtime for it"
+                .to_owned(),
+        )),
+    }
+}
+
+/// Connects the interfaces in the namespace at `path` to TAPs.
+pub async fn connect(path: PathBuf) -> Result<Network> {
+    // A thread of its own: it changes its namespace and ends.
+    let work = move || {
+        let failed = || format!("enter the network namespace {}", path.display());
+        let namespace = File::open(&path).map_err(io(failed()))?;
+        setns(&namespace, CloneFlags::CLONE_NEWNET).map_err(io(failed()))?;
+        let runtime = tokio::runtime::Builder::new_current_thread()
+            .enable_all()
+            .build()
+            .map_err(io("start a thread for the network"))?;
+        runtime.block_on(connect_here(&path))
+    };
+    let (done, result) = tokio::sync::oneshot::channel();
+    std::thread::Builder::new()
+        .name("network".to_owned())
+        .spawn(move || drop(done.send(work())))
+        .map_err(io("start a thread for the network"))?;
+    result.await.map_err(|error| Error::Unavailable(error.to_string()))?
+}
+
+async fn connect_here(path: &Path) -> Result<Network> {
+    let (connection, handle, _) = rtnetlink::new_connection().map_err(io("open netlink"))?;
+    tokio::spawn(connection);
+    let failed = |what: &str, error: rtnetlink::Error| {
+        Error::Unavailable(format!("{what} in the network namespace {}: {error}", path.display()))
+    };
+    let links = handle.link().get().execute().try_collect::<Vec<_>>().await;
+    let links = links.map_err(|error| failed("cannot list the interfaces", error))?;
+    let mut network = Network::default();
+    let mut names = Vec::new();
+    for link in links.iter().filter(|link| !link.header.flags.contains(LinkFlags::Loopback)) {
+        let Some(mut card) = card(link, names.len())? else { continue };
+        let index = link.header.index;
+        redirect(&handle, index, &card)
+            .await
+            .map_err(|error| failed(&format!("cannot connect {} to its TAP", card.name), error))?;
+        card.addresses = addresses(&handle, index)
+            .await
+            .map_err(|error| failed("cannot list the addresses", error))?;
+        names.push((index, card.name.clone()));
+        network.cards.push(card);
+    }
+    network.cards.sort_by(|one, other| one.name.cmp(&other.name));
+    network.routes =
+        routes(&handle, &names).await.map_err(|error| failed("cannot list the routes", error))?;
+    network.neighbours = neighbours(&handle, &names)
+        .await
+        .map_err(|error| failed("cannot list the neighbours", error))?;
+    Ok(network)
+}
+
+/// A card like this interface, with a new TAP; none for what is no Ethernet.
+fn card(link: &LinkMessage, number: usize) -> Result<Option<Card>> {
+    let (mut name, mut mac, mut mtu) = (String::new(), None, 1500);
+    for attribute in &link.attributes {
+        match attribute {
+            LinkAttribute::IfName(value) => name.clone_from(value),
+            LinkAttribute::Address(value) if value.len() == 6 => mac = Some(hex(value)),
+            LinkAttribute::Mtu(value) => mtu = *value,
+            _ => {}
+        }
+    }
+    let Some(mac) = mac.filter(|mac| mac != "00:00:00:00:00:00") else { return Ok(None) };
+    let tap = tap(&format!("cube{number}"))?;
+    Ok(Some(Card { name, mac, mtu, addresses: Vec::new(), tap }))
+}
+
+fn hex(bytes: &[u8]) -> String {
+    bytes.iter().map(|byte| format!("{byte:02x}")).collect::<Vec<_>>().join(":")
+}
+
+/// Makes a TAP in this thread's network namespace, of the kind that a VMM wants.
+fn tap(name: &str) -> Result<OwnedFd> {
+    let failed = || format!("make the TAP {name}");
+    let tun = File::options().read(true).write(true).open("/dev/net/tun");
+    let tun = tun.map_err(io("open /dev/net/tun"))?;
+    // SAFETY: zeroes are a valid value of this structure of numbers.
+    let mut request: libc::ifreq = unsafe { std::mem::zeroed() };
+    for (to, from) in request.ifr_name.iter_mut().zip(name.bytes().take(libc::IFNAMSIZ - 1)) {
+        *to = from.cast_signed();
+    }
+    let flags = libc::IFF_TAP | libc::IFF_NO_PI | libc::IFF_VNET_HDR;
+    request.ifr_ifru.ifru_flags = libc::c_short::try_from(flags).unwrap_or_default();
+    // SAFETY: the request is a valid structure of the kind that this call reads and writes.
+    let made = unsafe { libc::ioctl(tun.as_raw_fd(), libc::TUNSETIFF, &raw mut request) };
+    if made < 0 {
+        return Err(io(failed())(std::io::Error::last_os_error()));
+    }
+    Ok(tun.into())
+}
+
+/// Sends what arrives at the interface out of the card's TAP, and the other way round.
+async fn redirect(
+    handle: &Handle,
+    interface: u32,
+    card: &Card,
+) -> std::result::Result<(), rtnetlink::Error> {
+    let number = card_interface(card);
+    let up = LinkUnspec::new_with_index(number).mtu(card.mtu).up().build();
+    handle.link().change(up).execute().await?;
+    for (from, to) in [(interface, number), (number, interface)] {
+        let index = from.cast_signed();
+        match handle.qdisc().add(index).ingress().execute().await {
+            // A predecessor's; its redirection went with its TAP.
+            Err(rtnetlink::Error::NetlinkError(error)) if error.raw_code() == -libc::EEXIST => {}
+            done => done?,
+        }
+        let filter = handle.traffic_filter(index).add();
+        filter.parent(INGRESS).protocol(ALL_PROTOCOLS).redirect(to)?.execute().await?;
+    }
+    Ok(())
+}
+
+/// The number of a TAP's interface; 0, which is none, if it cannot be found.
+fn card_interface(card: &Card) -> u32 {
+    // SAFETY: zeroes are a valid value of this structure of numbers.
+    let mut request: libc::ifreq = unsafe { std::mem::zeroed() };
+    // SAFETY: the request is a valid structure of the kind that this call writes.
+    unsafe { libc::ioctl(card.tap.as_raw_fd(), libc::TUNGETIFF, &raw mut request) };
+    // SAFETY: the name is an array that ends in a NUL, as the kernel and the zeroes above see to.
+    unsafe { libc::if_nametoindex(request.ifr_name.as_ptr()) }
+}
+
+async fn addresses(
+    handle: &Handle,
+    interface: u32,
+) -> std::result::Result<Vec<(IpAddr, u8)>, rtnetlink::Error> {
+    let mut found = Vec::new();
+    let mut all = handle.address().get().set_link_index_filter(interface).execute();
+    while let Some(message) = all.try_next().await? {
+        let address = message.attributes.iter().find_map(|attribute| match attribute {
+            AddressAttribute::Address(address) => Some(*address),
+            _ => None,
+        });
+        // The guest makes its own link-local addresses, from the same hardware address.
+        let address = address.filter(|address| !is_link_local(address));
+        found.extend(address.map(|address| (address, message.header.prefix_len)));
+    }
+    Ok(found)
+}
+
+fn is_link_local(address: &IpAddr) -> bool {
+    matches!(address, IpAddr::V6(address) if address.is_unicast_link_local())
+}
+
+async fn routes(
+    handle: &Handle,
+    names: &[(u32, String)],
+) -> std::result::Result<Vec<Route>, rtnetlink::Error> {
+    let mut found = Vec::new();
+    for message in [
+        RouteMessageBuilder::<std::net::Ipv4Addr>::new().build(),
+        RouteMessageBuilder::<std::net::Ipv6Addr>::new().build(),
+    ] {
+        let mut all = handle.route().get(message).execute();
+        while let Some(message) = all.try_next().await? {
+            found.extend(route(&message, names));
+        }
+    }
+    found.sort_by_key(|route| route.gateway.is_some());
+    Ok(found)
+}
+
+fn route(message: &RouteMessage, names: &[(u32, String)]) -> Option<Route> {
+    let (mut to, mut gateway, mut card) = (None, None, None);
+    let address = |address: &RouteAddress| match address {
+        RouteAddress::Inet(address) => Some(IpAddr::V4(*address)),
+        RouteAddress::Inet6(address) => Some(IpAddr::V6(*address)),
+        _ => None,
+    };
+    for attribute in &message.attributes {
+        match attribute {
+            RouteAttribute::Destination(value) => to = address(value),
+            RouteAttribute::Gateway(value) => gateway = address(value),
+            RouteAttribute::Oif(value) => card = names.iter().find(|(index, _)| index == value),
+            _ => {}
+        }
+    }
+    let special = message.header.table != MAIN_TABLE;
+    let own = to.is_some_and(|to| is_link_local(&to) || to.is_multicast());
+    (!special && !own).then_some(())?;
+    Some(Route {
+        to: to.map(|to| (to, message.header.destination_prefix_length)),
+        gateway,
+        card: card?.1.clone(),
+        v6: message.header.address_family == AddressFamily::Inet6,
+    })
+}
+
+async fn neighbours(
+    handle: &Handle,
+    names: &[(u32, String)],
+) -> std::result::Result<Vec<Neighbour>, rtnetlink::Error> {
+    let mut found = Vec::new();
+    let mut all = handle.neighbours().get().execute();
+    while let Some(message) = all.try_next().await? {
+        let name = names.iter().find(|(index, _)| *index == message.header.ifindex);
+        let (Some((_, card)), NeighbourState::Permanent) = (name, message.header.state) else {
+            continue;
+        };
+        let (mut address, mut mac) = (None, None);
+        for attribute in &message.attributes {
+            match attribute {
+                NeighbourAttribute::Destination(NeighbourAddress::Inet(value)) => {
+                    address = Some(IpAddr::V4(*value));
+                }
+                NeighbourAttribute::Destination(NeighbourAddress::Inet6(value)) => {
+                    address = Some(IpAddr::V6(*value));
+                }
+                NeighbourAttribute::LinkLayerAddress(value) => mac = Some(hex(value)),
+                _ => {}
+            }
+        }
+        if let (Some(address), Some(mac)) = (address, mac) {
+            found.push(Neighbour { address, mac, card: card.clone() });
+        }
+    }
+    Ok(found)
+}
+
+impl Network {
+    /// What a shell in the guest has to do. Cards are found by their hardware addresses, since the
+    /// guest's kernel names them in its own order.
+    pub fn script(&self) -> String {
+        let mut lines = vec!["set -e".to_owned(), "ip link set lo up".to_owned()];
+        for (number, card) in self.cards.iter().enumerate() {
+            // First names that are nobody's, since two cards may have to change theirs.
+            lines.push(format!(
+                "for f in /sys/class/net/*; do if [ \"$(cat $f/address)\" = {} ]; then \
+                 ip link set ${{f##*/}} down; ip link set ${{f##*/}} name cubetmp{number}; fi; done",
+                card.mac
+            ));
+        }
+        for (number, card) in self.cards.iter().enumerate() {
+            let name = &card.name;
+            lines.push(format!("ip link set cubetmp{number} name {name}"));
+            lines.push(format!("ip link set {name} mtu {} up", card.mtu));
+            for (address, prefix) in &card.addresses {
+                // The plugin has made sure that nobody else has it.
+                let sure = if address.is_ipv6() { " nodad" } else { "" };
+                lines.push(format!("ip addr add {address}/{prefix} dev {name}{sure} || true"));
+            }
+        }
+        for route in &self.routes {
+            let family = if route.v6 { "-6 " } else { "" };
+            let to = match route.to {
+                Some((to, prefix)) => format!("{to}/{prefix}"),
+                None => "default".to_owned(),
+            };
+            let via = route.gateway.map_or_else(String::new, |gateway| format!(" via {gateway}"));
+            lines.push(format!("ip {family}route replace {to}{via} dev {}", route.card));
+        }
+        for Neighbour { address, mac, card } in &self.neighbours {
+            lines.push(format!("ip neigh replace {address} lladdr {mac} dev {card} nud permanent"));
+        }
+        lines.join("\n")
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use serde_json::json;
+
+    use super::*;
+
+    fn network() -> Network {
+        let tap = File::open("/dev/null").unwrap().into();
+        Network {
+            cards: vec![Card {
+                name: "eth0".to_owned(),
+                mac: "02:00:00:00:00:07".to_owned(),
+                mtu: 1450,
+                addresses: vec![("10.1.0.5".parse().unwrap(), 24)],
+                tap,
+            }],
+            routes: vec![Route {
+                to: None,
+                gateway: Some("10.1.0.1".parse().unwrap()),
+                card: "eth0".to_owned(),
+                v6: false,
+            }],
+            neighbours: Vec::new(),
+        }
+    }
+
+    #[test]
+    fn the_guest_is_given_what_the_pod_has() {
+        let script = network().script();
+        for line in [
+            "ip link set cubetmp0 name eth0",
+            "ip link set eth0 mtu 1450 up",
+            "ip addr add 10.1.0.5/24 dev eth0 || true",
+            "ip route replace default via 10.1.0.1 dev eth0",
+        ] {
+            assert!(script.lines().any(|each| each == line), "{line} is not in {script}");
+        }
+    }
+
+    #[test]
+    fn the_host_s_network_is_refused() {
+        let error = namespace(&json!({"linux": {"namespaces": []}})).unwrap_err().to_string();
+        assert!(error.contains("hostNetwork"), "{error}");
+        let own = json!({"linux": {"namespaces": [{"type": "network"}]}});
+        assert_eq!(namespace(&own).unwrap(), None);
+        let pod = json!({"linux": {"namespaces": [{"type": "network", "path": "/run/netns/x"}]}});
+        assert_eq!(namespace(&pod).unwrap(), Some("/run/netns/x".into()));
+    }
+
+    #[test]
+    fn only_plain_routes_over_known_cards_are_taken() {
+        let mut message = RouteMessage::default();
+        message.header.table = MAIN_TABLE;
+        message.attributes.push(RouteAttribute::Oif(7));
+        let names = [(7, "eth0".to_owned())];
+        assert_eq!(route(&message, &names).unwrap().card, "eth0");
+        assert_eq!(route(&message, &[]), None);
+        message.header.table = 255;
+        assert_eq!(route(&message, &names), None);
+    }
+}

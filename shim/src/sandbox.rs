@@ -1,0 +1,263 @@
+//! A sandbox: one VM, and the containers in it. It lasts from the first container's making to the
+//! last one's removal, and knows at any time how they are without asking the guest.
+
+use std::collections::BTreeMap;
+use std::path::PathBuf;
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+use std::time::{Duration, SystemTime};
+
+use containerd_shim_protos::events::task::{TaskExit, TaskOOM};
+use containerd_shim_protos::protobuf::MessageField;
+use serde_json::Value;
+use tokio::sync::{OnceCell, watch};
+
+use crate::clock::{nanos, timestamp};
+use crate::config::Config;
+use crate::container::Container;
+use crate::error::{Error, Result};
+use crate::events::Events;
+use crate::network::{self, Network};
+use crate::oci;
+use crate::place::Place;
+use crate::process::{End, Process};
+use crate::record::{self, Identity};
+use crate::sizing::Size;
+use crate::vm::Vm;
+use crate::vmm::Vmm;
+
+/// The exit status of what was killed, or whose VM is gone.
+const KILLED: u32 = 137;
+/// How long the end of a container's first process waits for the ends of the others to be told.
+const OTHERS: Duration = Duration::from_secs(1);
+/// How often it is looked whether the sandbox is still wanted.
+const LOOK: Duration = Duration::from_secs(2);
+/// Between two tries to ask a guest that lives and does not answer.
+const PAUSE: Duration = Duration::from_millis(200);
+
+/// A sandbox.
+#[derive(Debug)]
+pub struct Sandbox {
+    /// The containerd namespace.
+    pub namespace: String,
+    /// Its own name.
+    pub id: String,
+    /// Where it is on the host.
+    pub place: Place,
+    /// What the operator says.
+    pub config: Config,
+    /// Where its events go.
+    pub events: Events,
+    vm: OnceCell<Arc<Vm>>,
+    containers: Mutex<BTreeMap<String, Arc<Container>>>,
+    over: watch::Sender<bool>,
+}
+
+impl Sandbox {
+    /// An empty one, with no VM yet.
+    pub fn new(
+        namespace: &str,
+        id: &str,
+        place: Place,
+        config: Config,
+        events: Events,
+    ) -> Arc<Self> {
+        Arc::new(Self {
+            namespace: namespace.to_owned(),
+            id: id.to_owned(),
+            place,
+            config,
+            events,
+            vm: OnceCell::new(),
+            containers: Mutex::default(),
+            over: watch::Sender::new(false),
+        })
+    }
+
+    fn containers(&self) -> MutexGuard<'_, BTreeMap<String, Arc<Container>>> {
+        self.containers.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    /// All containers.
+    pub fn all(&self) -> Vec<Arc<Container>> {
+        self.containers().values().cloned().collect()
+    }
+
+    /// A container.
+    pub fn container(&self, id: &str) -> Result<Arc<Container>> {
+        let found = self.containers().get(id).cloned();
+        found.ok_or_else(|| Error::NotFound(format!("task {id}")))
+    }
+
+    /// Takes the name of a new one.
+    pub fn add(&self, container: &Arc<Container>) -> Result<()> {
+        let mut containers = self.containers();
+        if containers.contains_key(&container.id) {
+            return Err(Error::Exists(format!("task {}", container.id)));
+        }
+        containers.insert(container.id.clone(), container.clone());
+        Ok(())
+    }
+
+    /// Gives a name back.
+    pub fn forget(&self, id: &str) {
+        self.containers().remove(id);
+    }
+
+    /// The VM, if it has been booted and is still there.
+    pub fn vm(&self) -> Result<Arc<Vm>> {
+        let vm = self.vm.get().filter(|vm| vm.lives()).cloned();
+        vm.ok_or_else(|| Error::NotFound(format!("the VM of sandbox {}", self.id)))
+    }
+
+    /// What stands for the VM's processes on the host.
+    pub fn pid(&self) -> u32 {
+        self.vm.get().map_or_else(std::process::id, |vm| vm.vmm.identity.pid)
+    }
+
+    /// The VM, booted now if this is the first container. A VM that is gone is not booted anew.
+    pub async fn booted(&self, spec: &Value) -> Result<Arc<Vm>> {
+        let vm = self.vm.get_or_try_init(|| self.boot(spec)).await?;
+        if vm.lives() {
+            return Ok(vm.clone());
+        }
+        let how = vm.vmm.ended().borrow().clone().unwrap_or_default();
+        Err(Error::State(format!("sandbox {} is over: {how}", self.id)))
+    }
+
+    async fn boot(&self, spec: &Value) -> Result<Arc<Vm>> {
+        let size = Size::of(spec, &self.config)?;
+        let network = match network::namespace(spec)? {
+            Some(path) => network::connect(path).await?,
+            None => Network::default(),
+        };
+        let vmm = Vmm::start(&self.config, &self.place, size, &network)?;
+        self.write_down(Some(vmm.identity))?;
+        let vm = Vm::boot(vmm, &self.config, &self.place, &network.script()).await?;
+        tracing::info!(cpus = size.cpus, memory_mib = size.memory_mib, "the VM is ready");
+        Ok(Arc::new(vm))
+    }
+
+    /// Writes down who runs here.
+    pub fn write_down(&self, vmm: Option<Identity>) -> Result<()> {
+        let me = Identity::of(std::process::id());
+        let shim = me.ok_or_else(|| Error::Unavailable("/proc is not readable".to_owned()))?;
+        let record =
+            record::Sandbox { namespace: self.namespace.clone(), id: self.id.clone(), shim, vmm };
+        record::write(&self.place.file(record::SANDBOX), &record)
+    }
+
+    /// Waits for the end of a process whose keeper runs, and tells it.
+    pub fn watch(self: &Arc<Self>, container: &Arc<Container>, process: &Arc<Process>) {
+        let (sandbox, container, process) = (self.clone(), container.clone(), process.clone());
+        tokio::spawn(async move {
+            let status = sandbox.exit_status(&process).await;
+            sandbox.ended(&container, &process, status).await;
+        });
+    }
+
+    async fn exit_status(&self, process: &Process) -> u32 {
+        let Some(keeper) = process.keeper() else { return KILLED };
+        loop {
+            let Ok(vm) = self.vm() else { return KILLED };
+            match vm.guest.wait(keeper).await {
+                Ok(status) => return status.to_exit_code().into(),
+                Err(Error::NotFound(_)) => return KILLED,
+                // The VM is about to be known as gone, or is paused.
+                Err(_) => tokio::time::sleep(PAUSE).await,
+            }
+        }
+    }
+
+    async fn ended(&self, container: &Arc<Container>, process: &Process, status: u32) {
+        let first = process.name.exec.is_empty();
+        if first {
+            self.report_loss();
+            self.report_memory(container, status).await;
+            let others = container.execs().into_iter().filter(|exec| exec.has_started());
+            let ends = async {
+                for exec in others {
+                    exec.wait().await;
+                }
+            };
+            let _ = tokio::time::timeout(OTHERS, ends).await;
+        }
+        let end = End { status, at: SystemTime::now() };
+        if !process.tell_end(end) {
+            return;
+        }
+        let pid = process.pid();
+        if first {
+            let exit = record::Exit { status, unix_nanos: nanos(end.at), pid };
+            if let Err(error) = record::write(&container.bundle.join(record::EXIT), &exit) {
+                tracing::debug!(%error, "the bundle is gone");
+            }
+        }
+        // What never ran has no end that anybody waits for.
+        if process.has_started() {
+            self.events.publish(&TaskExit {
+                container_id: container.id.clone(),
+                id: if first { container.id.clone() } else { process.name.exec.clone() },
+                pid,
+                exit_status: status,
+                exited_at: MessageField::some(timestamp(end.at)),
+                ..Default::default()
+            });
+        }
+    }
+
+    /// Says why, if the VM has ended under its containers.
+    fn report_loss(&self) {
+        if let Some(vm) = self.vm.get().filter(|vm| !vm.lives()) {
+            let how = vm.vmm.ended().borrow().clone().unwrap_or_default();
+            tracing::error!(how, last_words = vm.vmm.last_words(), "the VM is gone");
+        }
+    }
+
+    /// Says so, if the container was killed for want of memory, before its end is told.
+    async fn report_memory(&self, container: &Container, status: u32) {
+        let (KILLED, Ok(vm)) = (status, self.vm()) else { return };
+        if let Ok(state) = oci::state(&vm.guest, &container.id).await
+            && state.oom_killed
+        {
+            let container_id = container.id.clone();
+            self.events.publish(&TaskOOM { container_id, ..Default::default() });
+        }
+    }
+
+    /// Ends the VM and takes away all that the sandbox has on the host.
+    pub async fn end(&self) {
+        if let Some(vm) = self.vm.get() {
+            vm.vmm.kill().await;
+        }
+        let place = self.place.clone();
+        let cleared = tokio::task::spawn_blocking(move || place.clear()).await;
+        if let Ok(Err(error)) = cleared {
+            tracing::error!(%error, "the sandbox's folder is left");
+        }
+        self.over.send_replace(true);
+    }
+
+    /// Waits until [`Sandbox::end`] is done.
+    pub async fn over(&self) {
+        let mut over = self.over.subscribe();
+        // Cannot fail while the sender, this sandbox, is there.
+        let _ = over.wait_for(|over| *over).await;
+    }
+
+    /// Ends the sandbox when nobody can want it any more: containerd has taken the folders away
+    /// that its containers were made from, `bundle` the first of them.
+    pub fn watch_bundles(self: &Arc<Self>, bundle: PathBuf) {
+        let sandbox = self.clone();
+        tokio::spawn(async move {
+            let wanted = || {
+                let containers = sandbox.all();
+                bundle.exists() || containers.iter().any(|container| container.bundle.exists())
+            };
+            while wanted() {
+                tokio::time::sleep(LOOK).await;
+            }
+            tracing::warn!(bundle = %bundle.display(), "the bundle is gone: the sandbox ends");
+            sandbox.end().await;
+        });
+    }
+}

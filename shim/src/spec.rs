@@ -1,0 +1,193 @@
+//! What becomes of a container's OCI spec on its way into the guest. Pure: JSON in, JSON out, and
+//! a list of what the host has to mount.
+//!
+//! The spec is passed on as it is, fields that nobody here knows included. Changed is only what
+//! means the host: sources of bind mounts, the root, paths of namespaces, hooks.
+
+use std::path::{Path, PathBuf};
+
+use serde_json::{Value, json};
+
+use crate::error::{Error, Result};
+use crate::place::GUEST_SHARE;
+
+/// CRI's name for the sandbox that a container is in.
+const SANDBOX_ID: &str = "io.kubernetes.cri.sandbox-id";
+/// The same for clients that group containers themselves.
+const GROUP: &str = "io.containerd.runc.v2.group";
+
+/// A spec for the guest, and what it needs of the host.
+#[derive(Clone, Debug, PartialEq)]
+pub struct Adapted {
+    /// The spec.
+    pub spec: Value,
+    /// What is mounted into the container's folder of the share.
+    pub volumes: Vec<Volume>,
+    /// Whether the root is read-only.
+    pub read_only_root: bool,
+}
+
+/// A file or folder of the host that the container shall see.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct Volume {
+    /// Where it is on the host.
+    pub source: PathBuf,
+    /// Its name in the container's `mounts` folder.
+    pub name: String,
+    /// Enforced on the host.
+    pub read_only: bool,
+    /// With what is mounted below it.
+    pub recursive: bool,
+}
+
+/// The sandbox that a container with this spec belongs to, if not to one of its own.
+pub fn group(spec: &Value) -> Option<&str> {
+    let annotations = &spec["annotations"];
+    [SANDBOX_ID, GROUP].iter().find_map(|name| annotations[*name].as_str())
+}
+
+/// Makes the spec of container `id` fit for the guest.
+pub fn adapt(mut spec: Value, id: &str) -> Result<Adapted> {
+    if !spec["process"]["args"].is_array() {
+        let message = "config.json has no process.args, the command to run";
+        return Err(Error::Invalid(message.to_owned()));
+    }
+    let read_only_root = spec["root"]["readonly"].as_bool().unwrap_or_default();
+    spec["root"]["path"] = json!("rootfs");
+    let mut volumes = Vec::new();
+    let guest_folder = Path::new(GUEST_SHARE).join(id).join("mounts");
+    for mount in spec["mounts"].as_array_mut().into_iter().flatten() {
+        if let Some(volume) = volume(mount, volumes.len())? {
+            mount["source"] = json!(guest_folder.join(&volume.name));
+            volumes.push(volume);
+        }
+    }
+    forget_the_host(&mut spec);
+    Ok(Adapted { spec, volumes, read_only_root })
+}
+
+/// What the host has to provide for a mount, if anything. The mount's source is changed where the
+/// guest has the like itself.
+fn volume(mount: &mut Value, number: usize) -> Result<Option<Volume>> {
+    let options: Vec<String> = serde_json::from_value(mount["options"].clone()).unwrap_or_default();
+    let has = |name: &str| options.iter().any(|option| option == name);
+    let bind = mount["type"].as_str() == Some("bind") || has("bind") || has("rbind");
+    if !bind {
+        return Ok(None);
+    }
+    let destination = mount["destination"].as_str().unwrap_or_default().to_owned();
+    let source = mount["source"].as_str().unwrap_or_default().to_owned();
+    if !source.starts_with('/') {
+        return Err(Error::Invalid(format!(
+            "the source {source:?} of the mount at {destination:?} is not an absolute path"
+        )));
+    }
+    if destination == "/dev/shm" {
+        // Memory that the pod's containers share: the guest's own, there is one per pod.
+        mount["source"] = json!("/dev/shm");
+        return Ok(None);
+    }
+    if ["/proc", "/sys", "/dev"].iter().any(|kernel| Path::new(&source).starts_with(kernel)) {
+        return Err(Error::Invalid(format!(
+            "{source} cannot be mounted at {destination:?}: it is the host kernel's, and the \
+             container has a kernel of its own"
+        )));
+    }
+    Ok(Some(Volume {
+        source: source.into(),
+        name: number.to_string(),
+        read_only: has("ro"),
+        recursive: has("rbind"),
+    }))
+}
+
+/// Namespaces of the host are out of reach, and its hooks were meant to run on it.
+fn forget_the_host(spec: &mut Value) {
+    if let Some(hooks) = spec.as_object_mut().and_then(|spec| spec.remove("hooks")) {
+        tracing::warn!(%hooks, "hooks are not run: they are the host's, the container is not there");
+    }
+    let linux = &mut spec["linux"];
+    if let Some(namespaces) = linux["namespaces"].as_array_mut() {
+        // The VM is the network's boundary: its containers share the guest's.
+        namespaces.retain(|namespace| namespace["type"] != "network");
+        for namespace in namespaces {
+            if let Some(namespace) = namespace.as_object_mut() {
+                namespace.remove("path");
+            }
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn spec(mounts: &Value) -> Value {
+        json!({
+            "process": {"args": ["sh"], "unknown": 1},
+            "root": {"path": "/host/rootfs", "readonly": true},
+            "mounts": mounts,
+            "hooks": {"prestart": []},
+            "linux": {"namespaces": [
+                {"type": "network", "path": "/var/run/netns/x"},
+                {"type": "ipc", "path": "/proc/7/ns/ipc"},
+                {"type": "pid"},
+            ]},
+        })
+    }
+
+    #[test]
+    fn a_bind_mount_comes_through_the_share() {
+        let mounts = json!([
+            {"destination": "/proc", "type": "proc", "source": "proc"},
+            {"destination": "/data", "type": "bind", "source": "/srv/d", "options": ["rbind", "ro"]},
+        ]);
+        let adapted = adapt(spec(&mounts), "web").unwrap();
+        assert_eq!(adapted.spec["mounts"][1]["source"], "/run/cube/share/web/mounts/0");
+        let volume = Volume {
+            source: "/srv/d".into(),
+            name: "0".to_owned(),
+            read_only: true,
+            recursive: true,
+        };
+        assert_eq!(adapted.volumes, [volume]);
+    }
+
+    #[test]
+    fn what_means_the_host_goes_and_what_is_unknown_stays() {
+        let adapted = adapt(spec(&json!([])), "web").unwrap();
+        assert_eq!(adapted.spec["root"], json!({"path": "rootfs", "readonly": true}));
+        assert_eq!(adapted.spec["linux"]["namespaces"], json!([{"type": "ipc"}, {"type": "pid"}]));
+        assert_eq!(adapted.spec["process"]["unknown"], 1);
+        assert_eq!(adapted.spec.get("hooks"), None);
+        assert!(adapted.read_only_root);
+    }
+
+    #[test]
+    fn shared_memory_is_the_guest_s() {
+        let mounts = json!([
+            {"destination": "/dev/shm", "type": "bind", "source": "/run/x/shm", "options": ["rbind"]},
+        ]);
+        let adapted = adapt(spec(&mounts), "web").unwrap();
+        assert_eq!(adapted.spec["mounts"][0]["source"], "/dev/shm");
+        assert_eq!(adapted.volumes, []);
+    }
+
+    #[test]
+    fn mounts_that_cannot_be_are_refused_by_name() {
+        let refusal = |source: &str| {
+            let mounts = json!([{"destination": "/x", "type": "bind", "source": source}]);
+            adapt(spec(&mounts), "web").unwrap_err().to_string()
+        };
+        assert!(refusal("/dev/sda").starts_with("/dev/sda cannot be mounted at \"/x\""));
+        assert!(refusal("relative").contains("\"relative\" of the mount at \"/x\""));
+        assert!(adapt(json!({}), "web").unwrap_err().to_string().contains("process.args"));
+    }
+
+    #[test]
+    fn a_pod_s_containers_have_one_sandbox() {
+        assert_eq!(group(&json!({"annotations": {SANDBOX_ID: "pod"}})), Some("pod"));
+        assert_eq!(group(&json!({"annotations": {GROUP: "g"}})), Some("g"));
+        assert_eq!(group(&json!({})), None);
+    }
+}

@@ -1,0 +1,208 @@
+//! The VMM of a sandbox: a process of its own, watched, and asked over its control socket.
+
+use std::fs::File;
+use std::os::fd::{AsRawFd, OwnedFd};
+use std::os::unix::process::ExitStatusExt;
+use std::path::{Path, PathBuf};
+use std::process::Stdio;
+use std::time::Duration;
+
+use hypervisor::api::{Reply, Request};
+use nix::unistd::dup;
+use tokio::io::{AsyncBufReadExt, AsyncWriteExt, BufReader};
+use tokio::net::UnixStream;
+use tokio::process::{Child, Command};
+use tokio::sync::watch;
+use tokio::time::{Instant, sleep, timeout};
+
+use crate::config::Config;
+use crate::error::{Error, Result, io};
+use crate::network::{Card, Network};
+use crate::place::Place;
+use crate::record::Identity;
+use crate::sizing::Size;
+
+/// How long the VMM may take to answer a request that needs no guest.
+const PATIENCE: Duration = Duration::from_secs(10);
+/// How often a guest that boots is asked whether it is ready.
+const LOOK: Duration = Duration::from_millis(5);
+/// How many lines of its log are told when it has failed.
+const LAST_LINES: usize = 12;
+
+/// A VMM that was started.
+#[derive(Debug)]
+pub struct Vmm {
+    /// Its process.
+    pub identity: Identity,
+    api: PathBuf,
+    log: PathBuf,
+    ended: watch::Receiver<Option<String>>,
+}
+
+impl Vmm {
+    /// Starts one.
+    pub fn start(config: &Config, place: &Place, size: Size, network: &Network) -> Result<Self> {
+        let (api, log) = (place.file("api.sock"), place.file("vmm.log"));
+        let output = File::create(&log).map_err(io(format!("make {}", log.display())))?;
+        let errors = output.try_clone().map_err(io("share the VMM's log"))?;
+        let share = place.share();
+        let cards = cards(network)?;
+        let mut command = Command::new(&config.vmm);
+        command
+            .args(["start", "--api-socket"])
+            .arg(&api)
+            .arg("--vsock")
+            .arg(place.file("vsock.sock"))
+            .arg("--kernel")
+            .arg(&config.kernel)
+            .arg("--initrd")
+            .arg(&config.initrd)
+            .args(["--cpus", &size.cpus.to_string()])
+            .args(["--memory", &format!("{}M", size.memory_mib)])
+            .args(["--boot-timeout", &config.boot_timeout_s.to_string()])
+            .args(["--fs", &format!("tag=cube,path={}", share.display())])
+            .args(cards.options())
+            .args(&config.vmm_options)
+            .stdin(Stdio::null())
+            .stdout(output)
+            .stderr(errors);
+        // SAFETY: the child calls nothing but prctl and unshare, which take numbers.
+        unsafe { command.pre_exec(alone) };
+        let child = command.spawn().map_err(|error| {
+            let vmm = config.vmm.display();
+            Error::Unavailable(format!(
+                "the VMM {vmm} cannot be started: {error}; set vmm in {}",
+                crate::config::PATH
+            ))
+        })?;
+        let pid = child.id().unwrap_or_default();
+        let identity = Identity::of(pid)
+            .ok_or_else(|| Error::Unavailable(failure(&log, "the VMM has ended at once")))?;
+        let (sender, ended) = watch::channel(None);
+        tokio::spawn(watch_end(child, sender));
+        Ok(Self { identity, api, log, ended })
+    }
+
+    /// Waits until the guest's agent has said hello.
+    pub async fn ready(&self, patience: Duration) -> Result<()> {
+        let deadline = Instant::now() + patience;
+        let mut ended = self.ended.clone();
+        loop {
+            if let Some(how) = ended.borrow_and_update().clone() {
+                return Err(Error::Unavailable(failure(&self.log, &how)));
+            }
+            if let Ok(Reply::Info(info)) = self.ask(&Request::Info {}).await
+                && info.ready
+            {
+                return Ok(());
+            }
+            if Instant::now() > deadline {
+                let what = format!("the guest was not ready within {} s", patience.as_secs());
+                return Err(Error::Unavailable(failure(&self.log, &what)));
+            }
+            sleep(LOOK).await;
+        }
+    }
+
+    /// Asks for something, and takes a refusal for an error.
+    pub async fn ask(&self, request: &Request) -> Result<Reply> {
+        let asked = timeout(PATIENCE, exchange(&self.api, request)).await;
+        let reply = asked.unwrap_or_else(|_| Err(std::io::ErrorKind::TimedOut.into()));
+        match reply {
+            Ok(Reply::Error { message, .. }) => Err(Error::State(message)),
+            Ok(reply) => Ok(reply),
+            Err(error) => Err(Error::Unavailable(format!("the VMM does not answer: {error}"))),
+        }
+    }
+
+    /// How it has ended, once it has.
+    pub fn ended(&self) -> watch::Receiver<Option<String>> {
+        self.ended.clone()
+    }
+
+    /// Its last words, for the log.
+    pub fn last_words(&self) -> String {
+        tail(&self.log)
+    }
+
+    /// Ends it by force, and waits for that.
+    pub async fn kill(&self) {
+        kill(&self.identity);
+        let mut ended = self.ended.clone();
+        let _ = timeout(PATIENCE, ended.wait_for(Option::is_some)).await;
+    }
+}
+
+/// Kills a process, if it is still the one that was meant.
+pub fn kill(identity: &Identity) {
+    if identity.lives() {
+        let pid = nix::unistd::Pid::from_raw(i32::try_from(identity.pid).unwrap_or_default());
+        let _ = nix::sys::signal::kill(pid, nix::sys::signal::Signal::SIGKILL);
+    }
+}
+
+/// Ends it when nobody is left who could, and takes it away from the host's network and shared
+/// memory, of which it needs nothing: what a plugin does to "the container's network" by its number
+/// must not be done to the host's.
+fn alone() -> std::io::Result<()> {
+    // SAFETY: takes numbers and changes nothing but this process's own setting.
+    let tied = unsafe { libc::prctl(libc::PR_SET_PDEATHSIG, libc::SIGKILL) };
+    // SAFETY: takes a number; the process has one thread here.
+    let alone = unsafe { libc::unshare(libc::CLONE_NEWNET | libc::CLONE_NEWIPC) };
+    if tied == 0 && alone == 0 { Ok(()) } else { Err(std::io::Error::last_os_error()) }
+}
+
+/// Copies of the TAPs that the VMM inherits. They are closed here when it has them.
+struct Cards(Vec<(OwnedFd, String)>);
+
+impl Cards {
+    fn options(&self) -> impl Iterator<Item = &str> {
+        self.0.iter().flat_map(|(_, option)| ["--net", option])
+    }
+}
+
+fn cards(network: &Network) -> Result<Cards> {
+    let inherited = |card: &Card| {
+        // No flag to close it: the VMM shall inherit this copy.
+        let fd = dup(&card.tap).map_err(io("hand a TAP to the VMM"))?;
+        let (number, name, mac) = (fd.as_raw_fd(), &card.name, &card.mac);
+        let option = format!("fd={number},id={name},mac={mac},mtu={}", card.mtu);
+        Ok((fd, option))
+    };
+    network.cards.iter().map(inherited).collect::<Result<_>>().map(Cards)
+}
+
+async fn watch_end(mut child: Child, sender: watch::Sender<Option<String>>) {
+    let how = match child.wait().await {
+        Ok(status) => match (status.code(), status.signal()) {
+            (Some(code), _) => format!("the VMM has ended with exit code {code}"),
+            (None, signal) => format!("the VMM was killed by signal {}", signal.unwrap_or(0)),
+        },
+        Err(error) => format!("the VMM is lost: {error}"),
+    };
+    sender.send_replace(Some(how));
+}
+
+async fn exchange(api: &Path, request: &Request) -> std::io::Result<Reply> {
+    let mut stream = BufReader::new(UnixStream::connect(api).await?);
+    let mut line = serde_json::to_vec(request)?;
+    line.push(b'\n');
+    stream.write_all(&line).await?;
+    let mut answer = String::new();
+    stream.read_line(&mut answer).await?;
+    Ok(serde_json::from_str(&answer)?)
+}
+
+fn failure(log: &Path, what: &str) -> String {
+    match tail(log).as_str() {
+        "" => what.to_owned(),
+        words => format!("{what}; it said: {words}"),
+    }
+}
+
+fn tail(log: &Path) -> String {
+    let bytes = std::fs::read(log).unwrap_or_default();
+    let text = String::from_utf8_lossy(&bytes);
+    let lines: Vec<&str> = text.lines().filter(|line| !line.trim().is_empty()).collect();
+    lines[lines.len().saturating_sub(LAST_LINES)..].join(" | ")
+}

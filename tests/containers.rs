@@ -1,0 +1,18 @@
+//! Containers as people run them: through a containerd, with `ctr`, in microVMs.
+//!
+//! `cargo test -p cube-tests --test containers [FILTER]` runs these, on this machine if its KVM runs
+//! Linux guests and in the lab otherwise. They need root.
+
+#![allow(clippy::unwrap_used, clippy::panic, reason = "tests fail by panics")]
+
+use std::process::ExitCode;
+
+#[path = "containers/battery.rs"]
+mod battery;
+#[path = "containers/endings.rs"]
+mod endings;
+
+fn main() -> ExitCode {
+    let modules = [battery::trials(), endings::trials()];
+    harness::lab::run_here_or_in_lab(modules.into_iter().flatten().collect())
+}
