@@ -9,7 +9,10 @@ TARGET := $(if $(CARGO_TARGET_DIR),$(CARGO_TARGET_DIR),target)
 VMM := $(TARGET)/release/cube-vmm
 step = @printf '\n\033[1m== %s\033[0m\n' '$(1)' >&2
 
-.PHONY: help demo test build packages kernel rootfs lint unit native guest bench clean
+# Where `make install` puts things; DESTDIR is put before it, for packagers.
+PREFIX := /usr/local
+
+.PHONY: help demo test build packages kernel rootfs lint unit native guest bench install clean
 
 help: ## Show this text
 	@grep -hE '^[a-z]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 12
@@ -62,6 +65,16 @@ guest: ## Run the tests of Linux guests, on hardware KVM or in the lab
 bench: build ## Measure the boot (see benches/README.md for more)
 	$(call step,Floor)
 	@$(TARGET)/release/floor
+
+install: ## Install what `make build` has built, for containerd (as root; PREFIX, DESTDIR)
+	@install -d $(DESTDIR)$(PREFIX)/bin $(DESTDIR)$(PREFIX)/share/cube $(DESTDIR)/etc/cube
+	@install -m 755 $(VMM) $(TARGET)/release/cube-fsd $(TARGET)/release/containerd-shim-cube-v2 \
+		$(DESTDIR)$(PREFIX)/bin
+	@install -m 644 $(TARGET)/guest/vmlinux $(TARGET)/guest/initrd.cpio $(TARGET)/guest/container.cpio \
+		shim/install/containerd-cube.toml shim/install/runtimeclass.yaml $(DESTDIR)$(PREFIX)/share/cube
+	@[ -e $(DESTDIR)/etc/cube/config.toml ] || sed 's|/usr/local|$(PREFIX)|' shim/install/config.toml \
+		>$(DESTDIR)/etc/cube/config.toml
+	@echo 'installed; try: ctr run --rm --runtime io.containerd.cube.v2 IMAGE NAME uname -r' >&2
 
 clean: ## Remove what was built here; the caches of kernel and lab stay
 	@cargo clean

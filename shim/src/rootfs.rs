@@ -43,11 +43,7 @@ fn try_lay_out(container: &Path, root: &Root<'_>, adapted: &Adapted) -> Result<(
     for mount in root.mounts {
         mount_one(mount, &rootfs)?;
     }
-    if adapted.read_only_root {
-        // A mount of its own: what the snapshotter mounted may have been read-only itself.
-        bind(&rootfs, &rootfs, false)?;
-        make_read_only(&rootfs)?;
-    }
+    restrict(&rootfs, adapted.read_only_root)?;
     for volume in &adapted.volumes {
         provide(volume, &container.join("mounts"))?;
     }
@@ -76,7 +72,7 @@ fn provide(volume: &Volume, folder: &Path) -> Result<()> {
         File::create(&target).map_err(io(format!("make {}", target.display())))?;
     }
     bind(&volume.source, &target, volume.recursive)?;
-    if volume.read_only { make_read_only(&target) } else { Ok(()) }
+    restrict(&target, volume.read_only)
 }
 
 fn make_folder(path: &Path) -> Result<()> {
@@ -92,8 +88,11 @@ fn bind(source: &Path, target: &Path, recursive: bool) -> Result<()> {
     )))
 }
 
-fn make_read_only(target: &Path) -> Result<()> {
-    let flags = MsFlags::MS_BIND | MsFlags::MS_REMOUNT | MsFlags::MS_RDONLY;
+/// What the file server has no use for: it opens no devices for a guest, and runs nothing. The guest
+/// mounts its share as it likes, so programs there may still be set-user-id.
+fn restrict(target: &Path, read_only: bool) -> Result<()> {
+    let mut flags = MsFlags::MS_BIND | MsFlags::MS_REMOUNT | MsFlags::MS_NODEV | MsFlags::MS_NOSUID;
+    flags.set(MsFlags::MS_RDONLY, read_only);
     mount(None::<&str>, target, None::<&str>, flags, None::<&str>)
-        .map_err(io(format!("make {} read-only", target.display())))
+        .map_err(io(format!("restrict the mount {}", target.display())))
 }
