@@ -1,15 +1,15 @@
 //! Containers as people run them: through a containerd, with `ctr`, in microVMs.
 //!
-//! `cargo test -p cube-tests --test containers [FILTER]` runs these, on this machine if its KVM runs
+//! `cargo test -p cube-tests --test shim [FILTER]` runs these, on this machine if its KVM runs
 //! Linux guests and in the lab otherwise. They need root.
 
 #![allow(clippy::unwrap_used, clippy::panic, reason = "tests fail by panics")]
 
 use std::process::ExitCode;
 
-#[path = "containers/battery.rs"]
+#[path = "shim/battery.rs"]
 mod battery;
-#[path = "containers/endings.rs"]
+#[path = "shim/endings.rs"]
 mod endings;
 
 fn main() -> ExitCode {
