@@ -41,7 +41,6 @@ pub fn run(request: &Request) -> u8 {
 
 /// Makes the record. An id may be used again when its process has ended.
 fn prepare(request: &Request, record: &Record) -> Result<(), Error> {
-    let container = Record::of_container(&request.id);
     let status = state::look(&request.id, None)?.status;
     if status != Status::Running {
         let id = request.id.as_str().to_owned();
@@ -50,7 +49,6 @@ fn prepare(request: &Request, record: &Record) -> Result<(), Error> {
     if record.exists() && (record.has("exit.json") || record.is_orphaned()) {
         record.remove()?;
     }
-    debug_assert!(record.dir().starts_with(container.dir()));
     record.create(request.exec.as_str())
 }
 
@@ -64,8 +62,10 @@ fn start(request: &Request, record: &Record) -> Result<Keeper, Error> {
     let mut warnings = Vec::new();
     let object = process.as_object_mut().ok_or(spec::Error::Missing("process"))?;
     let mut last = spec::adapt_process(object, &guest, &mut warnings)?;
-    // Who is added is bound by the same filter.
-    last.seccomp = container.read::<Last>("last.json")?.and_then(|last| last.seccomp);
+    // Who is added is bound by the same filter, and has at most the capabilities that it names.
+    let first = container.read::<Last>("last.json")?.unwrap_or_default();
+    last.seccomp = first.seccomp;
+    last.capabilities = last.capabilities.or(first.capabilities);
     record.write("process.json", &process)?;
     copy_runtime(&container, record, &request.id)?;
     let mut report = Report::new()?;

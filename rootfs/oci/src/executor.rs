@@ -21,7 +21,7 @@ use std::path::{Path, PathBuf};
 pub struct LastSteps {
     /// Where it tells why it could not, as a [`Failure`]; closed when it could.
     pub report: RawFd,
-    /// `None` keeps all.
+    /// All sets; `None` keeps all.
     pub capabilities: Option<LinuxCapabilities>,
     /// `None` filters nothing.
     pub seccomp: Option<Profile>,

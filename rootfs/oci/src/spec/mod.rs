@@ -100,6 +100,8 @@ pub fn adapt(
     adapt_mounts(top, guest, warnings);
     let process = object(top.get_mut("process")).ok_or(Error::Missing("process"))?;
     adapted.last = adapt_process(process, guest, warnings)?;
+    // Who asks for none has none.
+    adapted.last.capabilities.get_or_insert_with(process::no_capabilities);
 
     let linux = top.entry("linux").or_insert_with(|| json!({}));
     let linux = object(Some(linux)).ok_or(Error::Missing("linux section"))?;

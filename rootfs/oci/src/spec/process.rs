@@ -8,7 +8,7 @@ use serde_json::{Map, Value, json};
 /// What libcontainer leaves to the executor: the last steps before the program runs.
 #[derive(Clone, Debug, Default, PartialEq, Serialize, Deserialize)]
 pub struct Last {
-    /// As in the spec; `None` keeps all.
+    /// As in the spec, all sets; `None`, of a process that is added, for those of the container.
     pub capabilities: Option<Value>,
     /// The profile, as in the spec.
     pub seccomp: Option<Value>,
@@ -125,7 +125,7 @@ pub fn adapt_process(
     }
     let capabilities = process.remove("capabilities").filter(|value| !value.is_null());
     Ok(Last {
-        capabilities: capabilities.map(|sets| known_capabilities(sets, warnings)),
+        capabilities: capabilities.map(|sets| known_capabilities(&sets, warnings)),
         seccomp: None,
         no_new_privileges,
         terminal: process.get("terminal").and_then(Value::as_bool).unwrap_or(false),
@@ -142,20 +142,30 @@ fn size(process: &Map<String, Value>) -> Option<(u16, u16)> {
     }
 }
 
-/// A host newer than this guest may know more capabilities. To lack one is always safe.
-fn known_capabilities(mut sets: Value, warnings: &mut Vec<String>) -> Value {
-    for set in sets.as_object_mut().into_iter().flat_map(|sets| sets.values_mut()) {
-        let Value::Array(names) = set else { continue };
-        names.retain(|name| {
-            let known = name.as_str().is_some_and(|name| CAPABILITIES.contains(&name));
+const SETS: [&str; 5] = ["bounding", "effective", "permitted", "inheritable", "ambient"];
+
+/// All sets; one that is absent is empty. A host newer than this guest may know more capabilities:
+/// to lack one is always safe.
+fn known_capabilities(sets: &Value, warnings: &mut Vec<String>) -> Value {
+    let mut all = Map::new();
+    for set in SETS {
+        let mut known = Vec::new();
+        for name in sets[set].as_array().into_iter().flatten() {
             let warning = format!("the capability {name} is not known and was left out");
-            if !known && !warnings.contains(&warning) {
+            if name.as_str().is_some_and(|name| CAPABILITIES.contains(&name)) {
+                known.push(name.clone());
+            } else if !warnings.contains(&warning) {
                 warnings.push(warning);
             }
-            known
-        });
+        }
+        all.insert(set.to_owned(), Value::Array(known));
     }
-    sets
+    Value::Object(all)
+}
+
+/// No capability at all.
+pub fn no_capabilities() -> Value {
+    known_capabilities(&Value::Null, &mut Vec::new())
 }
 
 fn adapt_rlimits(process: &mut Map<String, Value>, guest: &Guest, warnings: &mut Vec<String>) {

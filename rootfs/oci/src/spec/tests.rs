@@ -123,7 +123,10 @@ fn what_the_executor_does_is_taken_out() {
     });
     let adapted = adapted("/process", process);
     let last = Last {
-        capabilities: Some(json!({ "bounding": ["CAP_CHOWN"] })),
+        capabilities: Some(json!({
+            "bounding": ["CAP_CHOWN"], "effective": [], "permitted": [], "inheritable": [],
+            "ambient": [],
+        })),
         seccomp: None,
         no_new_privileges: false,
         terminal: true,
@@ -134,6 +137,16 @@ fn what_the_executor_does_is_taken_out() {
     assert_eq!(left.keys().collect::<Vec<_>>(), ["args", "consoleSize", "cwd", "terminal", "user"]);
     assert_eq!(left["cwd"], "/");
     assert_eq!(adapted.warnings.len(), 2, "{:?}", adapted.warnings);
+}
+
+#[test]
+fn who_names_no_capabilities_has_none_or_if_added_those_of_the_container() {
+    let container = adapted("/process", json!({ "args": ["sh"] })).last.capabilities.unwrap();
+    assert!(container.as_object().unwrap().values().all(|set| *set == json!([])), "{container}");
+    let mut process = json!({ "args": ["sh"] });
+    let process = process.as_object_mut().unwrap();
+    let added = adapt_process(process, &guest(), &mut Vec::new()).unwrap();
+    assert_eq!(added.capabilities, None);
 }
 
 #[test]
