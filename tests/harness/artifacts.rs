@@ -59,7 +59,8 @@ impl Artifact {
         match self {
             Self::Vmm => "cargo build --release -p cube-vmm",
             Self::Kernel => "guest-kernel/build.sh",
-            Self::Initrd | Self::ContainerInitrd => "rootfs/build.sh",
+            Self::Initrd => "rootfs/build.sh",
+            Self::ContainerInitrd => "rootfs/build.sh --containers",
             Self::Shim => "cargo build --release -p containerd-shim-cube",
             Self::StockKernel | Self::StockInitrd => "tests/harness/stock-kernel",
         }
