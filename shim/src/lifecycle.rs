@@ -80,19 +80,14 @@ impl Sandbox {
         laid_out?;
         let vm = vm?;
         container.init.launch(&vm.guest, oci::create(&container.id)).await?;
-        let state = oci::created(&vm.guest, &container.id).await?;
-        match state.error {
-            Some(failure) => Err(failure.into()),
-            None if state.status == "created" => {
-                container.init.set_pid(vm.vmm.identity.pid);
-                self.watch(container, &container.init);
-                Ok(())
-            }
-            None => Err(Error::State(format!(
-                "task {} is {} after it was made",
-                container.id, state.status
-            ))),
+        let state = oci::created(&vm.guest, &container.id, "").await?;
+        if state.status != "created" {
+            let (id, status) = (&container.id, state.status);
+            return Err(Error::State(format!("task {id} is {status} after it was made")));
         }
+        container.init.set_pid(vm.vmm.identity.pid);
+        self.watch(container, &container.init);
+        Ok(())
     }
 
     async fn lay_out(
@@ -136,13 +131,19 @@ impl Sandbox {
         let started = if exec.is_empty() {
             oci::start(&vm.guest, &container.id).await
         } else {
-            process.launch(&vm.guest, oci::exec(&container.id, exec)).await
+            self.start_exec(&vm, container, process).await
         };
         drop(changing);
         if started.is_err() {
             process.not_started();
         }
         started
+    }
+
+    async fn start_exec(&self, vm: &Vm, container: &Container, process: &Process) -> Result<()> {
+        let (id, exec) = (container.id.as_str(), process.name.exec.as_str());
+        process.launch(&vm.guest, oci::exec(id, exec)).await?;
+        oci::created(&vm.guest, id, exec).await.map(drop)
     }
 
     /// The VM, for what cannot be done while it stands still.

@@ -71,21 +71,29 @@ fn call<'a>(words: impl IntoIterator<Item = &'a str>) -> Vec<String> {
 async fn run<'a>(guest: &Guest, words: impl IntoIterator<Item = &'a str>) -> Result<Vec<u8>> {
     let patience = PATIENCE + Duration::from_secs(CREATE);
     let Output { status, stdout, stderr } = guest.run(call(words), patience).await?;
-    if status == ExitStatus::Code(0) {
-        return Ok(stdout);
-    }
     let said = String::from_utf8_lossy(&stderr);
     let message = said.trim().trim_start_matches("cube-oci: ").to_owned();
-    Err(match message.contains("not found") || message.contains("no such process") {
-        true => Error::NotFound(message),
-        false => Error::State(message),
-    })
+    match status {
+        ExitStatus::Code(0) => Ok(stdout),
+        ExitStatus::Code(2) => Err(Error::Invalid(message)),
+        ExitStatus::Code(3) => Err(Error::NotFound(message)),
+        _ => Err(Error::State(message)),
+    }
 }
 
-/// Waits until a container is made, or is known not to be.
-pub async fn created(guest: &Guest, id: &str) -> Result<State> {
-    let words = ["state", "--wait-created", &CREATE.to_string(), id];
-    parse(&run(guest, words).await?)
+/// Waits until a container is made, or a further process of it runs. An error tells why not.
+pub async fn created(guest: &Guest, id: &str, exec: &str) -> Result<State> {
+    let patience = CREATE.to_string();
+    let mut words = vec!["state", "--wait-created", &patience];
+    if !exec.is_empty() {
+        words.extend(["--exec", exec]);
+    }
+    words.push(id);
+    let state: State = parse(&run(guest, words).await?)?;
+    match state.error {
+        Some(failure) => Err(failure.into()),
+        None => Ok(state),
+    }
 }
 
 /// How a container is.

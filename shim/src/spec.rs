@@ -1,8 +1,9 @@
 //! What becomes of a container's OCI spec on its way into the guest. Pure: JSON in, JSON out, and
 //! a list of what the host has to mount.
 //!
-//! The spec is passed on as it is, fields that nobody here knows included. Changed is only what
-//! means the host: sources of bind mounts, the root, paths of namespaces, hooks.
+//! The spec is passed on as it is, fields that nobody here knows included. Changed is only what the
+//! host provides: sources of bind mounts, and the root. What else was meant for a host's kernel,
+//! `cube-oci` in the guest knows how to take.
 
 use std::path::{Path, PathBuf};
 
@@ -62,7 +63,6 @@ pub fn adapt(mut spec: Value, id: &str) -> Result<Adapted> {
             volumes.push(volume);
         }
     }
-    forget_the_host(&mut spec);
     Ok(Adapted { spec, volumes, read_only_root })
 }
 
@@ -101,23 +101,6 @@ fn volume(mount: &mut Value, number: usize) -> Result<Option<Volume>> {
     }))
 }
 
-/// Namespaces of the host are out of reach, and its hooks were meant to run on it.
-fn forget_the_host(spec: &mut Value) {
-    if let Some(hooks) = spec.as_object_mut().and_then(|spec| spec.remove("hooks")) {
-        tracing::warn!(%hooks, "hooks are not run: they are the host's, the container is not there");
-    }
-    let linux = &mut spec["linux"];
-    if let Some(namespaces) = linux["namespaces"].as_array_mut() {
-        // The VM is the network's boundary: its containers share the guest's.
-        namespaces.retain(|namespace| namespace["type"] != "network");
-        for namespace in namespaces {
-            if let Some(namespace) = namespace.as_object_mut() {
-                namespace.remove("path");
-            }
-        }
-    }
-}
-
 #[cfg(test)]
 mod tests {
     use super::*;
@@ -127,7 +110,6 @@ mod tests {
             "process": {"args": ["sh"], "unknown": 1},
             "root": {"path": "/host/rootfs", "readonly": true},
             "mounts": mounts,
-            "hooks": {"prestart": []},
             "linux": {"namespaces": [
                 {"type": "network", "path": "/var/run/netns/x"},
                 {"type": "ipc", "path": "/proc/7/ns/ipc"},
@@ -154,12 +136,11 @@ mod tests {
     }
 
     #[test]
-    fn what_means_the_host_goes_and_what_is_unknown_stays() {
+    fn the_root_is_in_the_share_and_what_is_unknown_stays() {
         let adapted = adapt(spec(&json!([])), "web").unwrap();
         assert_eq!(adapted.spec["root"], json!({"path": "rootfs", "readonly": true}));
-        assert_eq!(adapted.spec["linux"]["namespaces"], json!([{"type": "ipc"}, {"type": "pid"}]));
+        assert_eq!(adapted.spec["linux"], spec(&json!([]))["linux"]);
         assert_eq!(adapted.spec["process"]["unknown"], 1);
-        assert_eq!(adapted.spec.get("hooks"), None);
         assert!(adapted.read_only_root);
     }
 
