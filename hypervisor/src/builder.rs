@@ -30,13 +30,14 @@ use crate::boot::kernel::{InitrdFile, KernelError, KernelFile, LoadedKernel};
 use crate::boot::linux::BootInfo;
 use crate::boot::tables::{self, Description, TablesError};
 use crate::config::{ConfigError, TransportKind, VmConfig};
-use crate::console::ConsoleLog;
+use crate::console::{ConsoleLog, ConsoleSink};
 use crate::disks::OpenedDisk;
 use crate::event::Events;
 use crate::generation::{Generation, GenerationError};
 use crate::kvm::{Host, KvmError, VmHandle};
 use crate::memory::{MemoryError, Sharing};
 use crate::snapshot::load::Saved;
+use crate::snapshot::paging::{self, Loaded, Lost, MemoryMode, PagingError};
 use crate::snapshot::restore::ApplyError;
 use crate::state::VmState;
 use crate::trace::{Ladder, step};
@@ -85,6 +86,8 @@ pub enum BuildError {
     Slot(#[from] SlotError),
     #[error(transparent)]
     Apply(#[from] ApplyError),
+    #[error(transparent)]
+    Paging(#[from] PagingError),
     #[error("device {id} cannot be made: {source}")]
     Device { id: DeviceId, source: StartError },
     #[error("boot structures cannot be written to guest memory: {0}")]
@@ -116,21 +119,21 @@ impl BootFiles {
         Ok(Self { kernel, initrd })
     }
 
-    fn load(self, memory: &Memory, config: &VmConfig) -> Result<Loaded, BuildError> {
+    fn load(self, memory: &Memory, config: &VmConfig) -> Result<LoadedBoot, BuildError> {
         let kernel = self.kernel.load(memory, config.boot_protocol)?;
         let initrd = self.initrd.map(|file| file.load(memory, kernel.end)).transpose()?;
-        Ok(Loaded { kernel, initrd })
+        Ok(LoadedBoot { kernel, initrd })
     }
 }
 
 /// What a guest boots from, in its memory.
-struct Loaded {
+struct LoadedBoot {
     kernel: LoadedKernel,
     /// Address and length.
     initrd: Option<(u64, u64)>,
 }
 
-impl Loaded {
+impl LoadedBoot {
     /// Writes the tables that the kernel finds the machine by; where the guest starts.
     fn describe(
         self,
@@ -182,6 +185,8 @@ pub struct Observers {
     pub stamp_entry: bool,
     /// The control thread.
     pub events: Events,
+    /// Where the console is shown, if it is.
+    pub console: ConsoleSink,
 }
 
 /// The part of the VM that is in the kernel.
@@ -196,19 +201,36 @@ pub fn build(config: &VmConfig, observers: &Observers) -> Result<Vm, BuildError>
     build_from(config, observers, None)
 }
 
+/// What a VM is restored from.
+pub struct Restoration {
+    /// The snapshot.
+    pub saved: Saved,
+    /// How its memory comes in.
+    pub mode: MemoryMode,
+    /// Called when it does not any more.
+    pub lost: Lost,
+}
+
 /// Builds a VM that is paused where the saved one was. `config` is the saved one, or differs from it
 /// in what a guest does not see: paths.
-pub fn restore(config: &VmConfig, observers: &Observers, saved: Saved) -> Result<Vm, BuildError> {
-    build_from(config, observers, Some(saved))
+pub fn restore(
+    config: &VmConfig,
+    observers: &Observers,
+    from: Restoration,
+) -> Result<Vm, BuildError> {
+    build_from(config, observers, Some(from))
 }
 
 fn build_from(
     config: &VmConfig,
     observers: &Observers,
-    saved: Option<Saved>,
+    from: Option<Restoration>,
 ) -> Result<Vm, BuildError> {
     config.validate()?;
-    let files = Files::open(config, saved.is_none())?;
+    if let Some(from) = &from {
+        from.saved.state.check_processor()?;
+    }
+    let files = Files::open(config, from.is_none())?;
     install_kick_signal()?;
     let (memory_to_kvm, memory_for_kvm) = sync_channel(1);
     let ladder = &observers.ladder;
@@ -220,9 +242,11 @@ fn build_from(
             .map_err(|source| BuildError::Host { what: "thread", source })?;
         let bytes = config.memory.bytes();
         let sharing = if config.shares_memory() { Sharing::Shared } else { Sharing::Private };
-        let (memory, state) = match saved {
-            Some(saved) => (memory::from_image(bytes, saved.memory)?, Some(saved.state)),
-            None => (memory::mapped(bytes, sharing)?, None),
+        let (Loaded { memory, pager }, state) = match from {
+            Some(Restoration { saved, mode, lost }) => {
+                (paging::load(&mode, bytes, saved.memory, lost)?, Some(saved.state))
+            }
+            None => (Loaded { memory: memory::mapped(bytes, sharing)?, pager: None }, None),
         };
         ladder.mark(step::MEMORY_MAPPED);
         // Fails only if KVM did, which is told when that thread is joined.
@@ -235,6 +259,7 @@ fn build_from(
             state.check_features(&in_kernel.cpuid)?;
         }
         let mut vm = parts.join(config, in_kernel, observers, &memory)?;
+        vm.pager = pager;
         if let Some(state) = state {
             vm.restore(state)?;
         }
@@ -288,7 +313,7 @@ impl<'a> Parts<'a> {
         observers.ladder.mark(step::KERNEL_LOADED);
 
         let executor = Executor::spawn("vmm-loop")?;
-        let console = console(config)?;
+        let console = console(config, &observers.console)?;
         let handle = LateHandle::default();
         let mut wiring =
             Wiring::new(config, memory, executor.handle(), handle.clone(), &observers.events)?;
@@ -303,7 +328,7 @@ impl<'a> Parts<'a> {
         wiring.net(files.net)?;
         let balloon = wiring.balloon(config)?;
         let pmem = wiring.pmem(config, files.pmem)?;
-        let describe = |loaded: Loaded| loaded.describe(config, &wiring, memory, observers);
+        let describe = |loaded: LoadedBoot| loaded.describe(config, &wiring, memory, observers);
         let entry = loaded.map(describe).transpose()?;
         Ok(Self {
             wiring,
@@ -373,6 +398,7 @@ impl<'a> Parts<'a> {
             vsock: self.vsock,
             balloon: self.balloon,
             _pmem: self.pmem,
+            pager: None,
             state: VmState::Created,
         })
     }

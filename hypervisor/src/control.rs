@@ -13,6 +13,7 @@ use crate::agent::{self, Guest};
 use crate::api::{BalloonInfo, ErrorKind, Info, MetricsFormat, Reply, Request, StopHow};
 use crate::command::guest_command::with_causes;
 use crate::event::{Call, Event, Events};
+use crate::identity::Identity;
 use crate::metrics;
 use crate::outcome::Outcome;
 use crate::snapshot::save::SnapshotError;
@@ -27,6 +28,8 @@ pub enum Happening {
     Ended(Outcome),
     /// The agent says hello for the first time.
     Ready,
+    /// A restored guest does not get ready, for this reason.
+    NotReady(String),
     /// What was waited for outside the VM is over.
     Finished,
     /// This process got a signal.
@@ -40,9 +43,12 @@ pub struct Control {
     vm: Vm,
     events: Events,
     receiver: Receiver<Event>,
+    /// What the agent of a guest that is ready has said.
     hello: Option<Hello>,
-    /// What the agent of a restored guest had said, until it is told that it is another.
-    restored: Option<Hello>,
+    /// What the agent of a restored guest had said, if it had, before it was saved.
+    said: Option<Hello>,
+    /// Who a restored guest shall be, until it has been told.
+    identity: Option<Identity>,
     /// When a guest that was asked to end is ended by force.
     force_at: Option<Instant>,
 }
@@ -50,7 +56,7 @@ pub struct Control {
 impl Control {
     /// Takes over a VM.
     pub fn new(vm: Vm, events: Events, receiver: Receiver<Event>) -> Self {
-        Self { vm, events, receiver, hello: None, restored: None, force_at: None }
+        Self { vm, events, receiver, hello: None, said: None, identity: None, force_at: None }
     }
 
     /// The VM.
@@ -63,25 +69,33 @@ impl Control {
         self.vm.start()
     }
 
-    /// Takes over a VM that was restored, whose agent had said `hello`.
+    /// Takes over a VM that was restored, whose agent had said `hello`, and who it shall be.
     #[must_use]
-    pub fn restored(mut self, hello: Option<Hello>) -> Self {
-        self.restored = hello;
+    pub fn restored(mut self, hello: Option<Hello>, identity: Identity) -> Self {
+        self.said = hello;
+        self.identity = Some(identity);
         self
     }
 
     /// Lets the guest go on.
     pub fn resume(&mut self) -> Result<(), VcpuError> {
         self.vm.resume()?;
-        if let Some(hello) = self.restored.take() {
-            agent::renew(self.vm.vsock(), hello, self.events.clone());
+        if let Some(hello) = self.said.clone() {
+            self.identify(hello);
         }
         Ok(())
     }
 
+    /// Tells a restored guest who it is, if it has not been told; false if it has, or is no such.
+    fn identify(&mut self, hello: Hello) -> bool {
+        let Some(identity) = self.identity.take() else { return false };
+        agent::renew(self.vm.vsock(), hello, identity, self.events.clone());
+        true
+    }
+
     fn snapshot(&mut self, dir: &Path, keep_paused: bool) -> Result<(), SnapshotError> {
         self.vm.collect_ejected();
-        let hello = self.restored.as_ref().or(self.hello.as_ref());
+        let hello = self.hello.as_ref().or(self.said.as_ref());
         // A guest that has ended has its last access not behind it, and its end is on its way to us.
         let ended = || self.events.outcome().is_some();
         if self.vm.state() == state::VmState::Paused {
@@ -112,6 +126,11 @@ impl Control {
                     }
                 }
                 Some(Event::Ejected) => self.vm.collect_ejected(),
+                // Of a guest that was saved before its agent could say anything.
+                Some(Event::Ready(hello)) if self.identify(hello.clone()) => {
+                    self.said = Some(hello);
+                }
+                Some(Event::NotReady(reason)) => return Happening::NotReady(reason),
                 Some(Event::Ready(hello)) => {
                     if self.hello.replace(hello).is_none() {
                         return Happening::Ready;

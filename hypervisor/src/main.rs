@@ -35,6 +35,7 @@ Exit code: that of the command in the guest, 128 + n if signal n killed it.
   112  its kernel panicked                 113  triple fault
   114  KVM internal error                  115  the processor refused the guest's state
   116  a vCPU failed                       117  the agent did not answer in time
+  118  restored memory cannot be brought in
   125  set-up failed: bad value, missing file, no KVM";
 
 #[derive(Subcommand)]

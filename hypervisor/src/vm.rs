@@ -23,6 +23,7 @@ use crate::generation::{Generation, GenerationError};
 use crate::kvm::VmHandle;
 use crate::metrics::{Family, Gathering};
 use crate::pci_slots::PciSlots;
+use crate::snapshot::paging::Pager;
 use crate::snapshot::save::SnapshotError;
 use crate::state::VmState;
 use crate::vcpu::{Vcpu, VcpuError};
@@ -85,6 +86,8 @@ pub struct Vm {
     pub(crate) balloon: Option<BalloonHandle>,
     /// Here so that it outlives the memory slots.
     pub(crate) _pmem: Vec<PlacedPmem>,
+    /// Brings guest memory in, until nobody needs it any more.
+    pub(crate) pager: Option<Pager>,
     pub(crate) state: VmState,
 }
 

@@ -1,7 +1,9 @@
 //! Devices on their way to the buses, for [`crate::builder`]: which address, which line, which
 //! transport.
 
+use std::fs::OpenOptions;
 use std::io;
+use std::os::unix::fs::OpenOptionsExt;
 use std::sync::{Arc, Mutex, OnceLock};
 
 use devices::bus::{Bus, BusDevice};
@@ -30,7 +32,7 @@ use devices::virtio::vsock::{Vsock, VsockConfig, VsockHandle};
 use crate::boot::tables::MmioDevice;
 use crate::builder::{BuildError, Observers};
 use crate::config::{TransportKind, VmConfig};
-use crate::console::ConsoleLog;
+use crate::console::{ConsoleLog, ConsoleSink};
 use crate::disks::{OpenedDisk, RunningDisk};
 use crate::doorbells::Doorbells;
 use crate::event::Events;
@@ -293,15 +295,23 @@ impl<'a> Wiring<'a> {
     }
 }
 
-/// The host's side of the console.
-pub fn console(config: &VmConfig) -> Result<ConsoleLog, BuildError> {
+/// The host's side of the console, whose output goes to `sink` if it is shown.
+pub fn console(config: &VmConfig, sink: &ConsoleSink) -> Result<ConsoleLog, BuildError> {
     use crate::config::Console;
-    let failed = |source| BuildError::Host { what: "console thread", source };
-    match config.console {
-        Console::Off => Ok(ConsoleLog::new()),
-        Console::Serial => ConsoleLog::forwarding(io::stderr()).map_err(failed),
-        Console::Virtio => {
-            ConsoleLog::forwarding(io::stderr()).and_then(ConsoleLog::with_virtio).map_err(failed)
+    let failed = |what| move |source| BuildError::Host { what, source };
+    let log = match (config.console, sink) {
+        (Console::Off, _) | (_, ConsoleSink::Nowhere) => ConsoleLog::new(),
+        (_, ConsoleSink::Stderr) => {
+            ConsoleLog::forwarding(io::stderr()).map_err(failed("console thread"))?
         }
+        (_, ConsoleSink::File(path)) => {
+            let file = OpenOptions::new().append(true).create(true).mode(0o600).open(path);
+            let file = file.map_err(failed("console file"))?;
+            ConsoleLog::forwarding(file).map_err(failed("console thread"))?
+        }
+    };
+    match config.console {
+        Console::Virtio => log.with_virtio().map_err(failed("console thread")),
+        Console::Off | Console::Serial => Ok(log),
     }
 }

@@ -117,7 +117,7 @@ fn plugged_devices_are_where_they_were() {
     eventually("the guest lets go", || disks(&vm) == "2");
     save(&vm, &dir);
     drop(vm);
-    let vm = TestVm::restore(&dir, &[]);
+    let vm = TestVm::restore(&dir, &["--trust-paths"]);
     assert_eq!(disks(&vm), "2");
     let path = store.given("c", vec![b'3'; 1 << 20]);
     vm.cli("plug", &["--disk", &format!("path={path},id=c")]).end().output(0);

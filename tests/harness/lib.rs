@@ -8,6 +8,7 @@
 //! | [`vm`] | [`TestVm`]: a guest that stays, behind its control socket |
 //! | [`guest`] | commands in such a guest |
 //! | [`lifecycle`] | what a check must survive: pause and resume |
+//! | [`counter`] | a guest that counts, for snapshots, on any KVM |
 //! | [`census`] | processes, files and memory, as `/proc` has them |
 //! | [`terminal`] | a terminal for `cube-vmm` |
 //! | [`wire`] | a network namespace with a TAP, and the host's ends of connections |
@@ -23,6 +24,7 @@
 pub mod artifacts;
 pub mod call;
 pub mod census;
+pub mod counter;
 pub mod guest;
 pub mod image;
 pub mod lab;

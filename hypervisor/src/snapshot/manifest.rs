@@ -5,6 +5,7 @@ use std::io;
 use serde::{Deserialize, Serialize};
 
 use super::checksum;
+use super::host_files::HostFile;
 use crate::config::{ConfigError, VmConfig};
 
 /// What every description begins with.
@@ -31,8 +32,11 @@ pub struct Manifest {
     pub state_crc64: String,
     /// Bytes of memory.
     pub memory_bytes: u64,
-    /// The VM, with what has been plugged. Paths are absolute.
+    /// The VM, with what has been plugged. Paths are absolute, or inside of the folder.
     pub config: VmConfig,
+    /// The files of its disks and persistent memory, as they were.
+    #[serde(default, skip_serializing_if = "Vec::is_empty")]
+    pub files: Vec<HostFile>,
     /// Checksum of this description with nothing here.
     checksum: String,
 }
@@ -92,6 +96,7 @@ impl Manifest {
             state_crc64: checksum::of(state),
             memory_bytes: config.memory.bytes(),
             config,
+            files: Vec::new(),
             checksum: String::new(),
         }
     }

@@ -8,15 +8,18 @@
 //!
 //! [`save`] writes it while the VM stands still, [`load`] reads and checks it before anything is
 //! made, and [`restore`] brings a VM that [`crate::builder`] has built to that state. Disks are not
-//! in it: it refers to them by their paths.
+//! in it: it refers to them by their paths, see [`host_files`].
 //!
 //! What is read is not trusted: sizes are bounded before anything is read, checksums tell damage, and
 //! devices and KVM check their records themselves.
 
 pub mod checksum;
+pub mod features;
+pub mod host_files;
 pub mod load;
 pub mod machine;
 pub mod manifest;
+pub mod paging;
 pub mod restore;
 pub mod save;
 pub mod vcpu;

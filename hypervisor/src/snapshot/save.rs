@@ -12,6 +12,7 @@ use devices::snapshot::SaveError;
 use guest_protocol::Hello;
 use vm_memory::{GuestMemoryBackend, GuestMemoryRegion};
 
+use super::host_files::{self, HostFileError};
 use super::machine::MachineState;
 use super::manifest::Manifest;
 use super::vcpu::VcpuState;
@@ -62,6 +63,9 @@ pub enum SnapshotError {
     /// Guest memory is not there.
     #[error("guest memory cannot be read: {0}")]
     Memory(#[source] vm_memory::GuestMemoryError),
+    /// A file of the VM is gone.
+    #[error(transparent)]
+    Files(#[from] HostFileError),
     /// KVM does not tell its state.
     #[error(transparent)]
     Kvm(#[from] KvmError),
@@ -92,7 +96,8 @@ impl Vm {
         write_memory(self.memory(), &folder)?;
         let now = SystemTime::now().duration_since(UNIX_EPOCH).unwrap_or_default();
         let now = u64::try_from(now.as_nanos()).unwrap_or(0);
-        let manifest = Manifest::new(absolute(self.config()), now, &state);
+        let mut manifest = Manifest::new(absolute(self.config()), now, &state);
+        manifest.files = host_files::measure(self.config())?;
         folder.write(MANIFEST, |file| file.write_all(&manifest.to_bytes()?))?;
         folder.complete()
     }
