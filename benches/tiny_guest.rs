@@ -49,6 +49,7 @@ pub const UNTIL_RESTORED: &[u8] = &[
     0xb0, STAMP, 0xe6, DEBUG_PORT,              // mov al, STAMP; out DEBUG_PORT, al
     0x3b, 0x1d, 0x00, 0xf0, 0x0f, 0x00,         // cmp ebx, [GENERATION]
     0x74, 0xf4,                                 // je again
+    0xb0, STAMP, 0xe6, DEBUG_PORT,              // mov al, STAMP; out DEBUG_PORT, al
     0x66, 0xba, 0x00, 0x06, 0xb0, 0x34, 0xee,   // mov dx, 0x600; mov al, S5 | enable; out dx, al
     0xb0, 0xfe, 0xe6, 0x64,                     // mov al, 0xfe; out 0x64, al
     0xf4, 0xeb, 0xfd,                           // hlt; jmp hlt

@@ -76,8 +76,8 @@ pub fn bare() -> anyhow::Result<Trial> {
     let marks = [
         ("main", steps.main),
         ("vm", steps.vm),
-        ("interrupt controllers", steps.irqchip),
         ("memory", steps.memory),
+        ("interrupt controllers", steps.irqchip),
         ("vcpu", steps.vcpu),
         (FIRST_INSTRUCTION, steps.first_exit),
     ];

@@ -43,7 +43,7 @@ use crate::state::VmState;
 use crate::trace::{Ladder, step};
 use crate::vcpu::{Machine, Vcpu, VcpuError, install_kick_signal};
 use crate::vm::Vm;
-use crate::wiring::{LateHandle, Legacy, PlacedPmem, Wiring, console};
+use crate::wiring::{LateHandle, Legacy, PlacedPmem, Wiring, console, place_pmem};
 use crate::{cpu, layout, memory};
 
 /// Why a VM could not be built. Nothing is left behind.
@@ -105,6 +105,13 @@ struct Files {
     disks: Vec<OpenedDisk>,
     pmem: Vec<(DeviceId, PmemBacking)>,
     net: Vec<(NetConfig, Vec<Tap>)>,
+}
+
+/// The files of devices, in their places.
+struct DeviceFiles {
+    disks: Vec<OpenedDisk>,
+    net: Vec<(NetConfig, Vec<Tap>)>,
+    pmem: Vec<PlacedPmem>,
 }
 
 struct BootFiles {
@@ -250,10 +257,12 @@ fn build_from(
         };
         ladder.mark(step::MEMORY_MAPPED);
         // Fails only if KVM did, which is told when that thread is joined.
-        let _ = memory_to_kvm.send(memory.clone());
+        let pmem = place_pmem(config, files.pmem);
+        let _ = memory_to_kvm.send((memory.clone(), pmem.clone()));
         drop(memory_to_kvm);
         let places = state.as_ref().and_then(|state| Some(state.pci.as_ref()?.places()));
-        let parts = Parts::make(config, files, &memory, observers, places)?;
+        let devices = DeviceFiles { disks: files.disks, net: files.net, pmem };
+        let parts = Parts::make(config, files.boot, devices, (&memory, places), observers)?;
         let in_kernel = in_kernel.join().map_err(|_| BuildError::Lost)??;
         if let Some(state) = &state {
             state.check_features(&in_kernel.cpuid)?;
@@ -269,19 +278,24 @@ fn build_from(
 
 fn make_in_kernel(
     cpus: u32,
-    memory: &Receiver<Memory>,
+    memory: &Receiver<(Memory, Vec<PlacedPmem>)>,
     ladder: &Ladder,
 ) -> Result<InKernel, BuildError> {
     let host = Host::open()?;
     host.check_capabilities()?;
     let handle = host.create_vm()?;
+    // Not sent when mapping it failed, which the other side reports.
+    let (memory, pmem) = memory.recv().map_err(|_| BuildError::Lost)?;
+    // Before the interrupt controllers: they leave the kernel with something to do after a grace
+    // period, and each change of memory slots would wait for the end of that, some milliseconds.
+    let ram_slots = handle.map_memory(&memory)?;
+    for (slot, pmem) in (ram_slots..).zip(&pmem) {
+        handle.map_pmem(slot, pmem)?;
+    }
     handle.create_irqchip()?;
     ladder.mark(step::VM_CREATED);
     let cpuid = cpu::supported(host.kvm())?;
     let vcpus = (0..cpus).map(|id| handle.create_vcpu(id)).collect::<Result<_, _>>()?;
-    // Not sent when mapping it failed, which the other side reports.
-    let memory = memory.recv().map_err(|_| BuildError::Lost)?;
-    handle.map_memory(&memory)?;
     Ok(InKernel { handle, vcpus, cpuid })
 }
 
@@ -304,12 +318,12 @@ struct Parts<'a> {
 impl<'a> Parts<'a> {
     fn make(
         config: &VmConfig,
-        files: Files,
-        memory: &'a Memory,
+        boot: Option<BootFiles>,
+        files: DeviceFiles,
+        (memory, places): (&'a Memory, Option<BTreeMap<String, u8>>),
         observers: &Observers,
-        places: Option<BTreeMap<String, u8>>,
     ) -> Result<Self, BuildError> {
-        let loaded = files.boot.map(|boot| boot.load(memory, config)).transpose()?;
+        let loaded = boot.map(|boot| boot.load(memory, config)).transpose()?;
         observers.ladder.mark(step::KERNEL_LOADED);
 
         let executor = Executor::spawn("vmm-loop")?;
@@ -327,7 +341,7 @@ impl<'a> Parts<'a> {
         wiring.console(config, &console)?;
         wiring.net(files.net)?;
         let balloon = wiring.balloon(config)?;
-        let pmem = wiring.pmem(config, files.pmem)?;
+        wiring.pmem(&files.pmem)?;
         let describe = |loaded: LoadedBoot| loaded.describe(config, &wiring, memory, observers);
         let entry = loaded.map(describe).transpose()?;
         Ok(Self {
@@ -338,7 +352,7 @@ impl<'a> Parts<'a> {
             generation,
             vsock,
             balloon,
-            pmem,
+            pmem: files.pmem,
             legacy,
             entry,
             handle,
@@ -356,10 +370,6 @@ impl<'a> Parts<'a> {
         let handle = Arc::new(in_kernel.handle);
         for (gsi, event) in &self.wiring.lines {
             handle.connect_interrupt(*gsi, event)?;
-        }
-        let ram_slots = layout::ram_regions(config.memory.bytes()).len() as u32;
-        for (slot, pmem) in (ram_slots..).zip(&self.pmem) {
-            handle.map_pmem(slot, pmem)?;
         }
         // Was empty: this is the only place that sets it.
         let _ = self.handle.set(handle.clone());

@@ -148,8 +148,8 @@ impl VmHandle {
         self.vm.create_irq_chip().map_err(refused("create the interrupt controllers"))
     }
 
-    /// Gives the guest its RAM.
-    pub fn map_memory(&self, memory: &Memory) -> Result<(), KvmError> {
+    /// Gives the guest its RAM; how many slots that takes.
+    pub fn map_memory(&self, memory: &Memory) -> Result<u32, KvmError> {
         for (slot, region) in memory.iter().enumerate() {
             let mapping = kvm_userspace_memory_region {
                 slot: slot as u32,
@@ -163,7 +163,7 @@ impl VmHandle {
             unsafe { self.vm.set_user_memory_region(mapping) }
                 .map_err(refused("map guest memory"))?;
         }
-        Ok(())
+        Ok(memory.num_regions() as u32)
     }
 
     /// Gives the guest persistent memory at `start`, in a slot after those of RAM.

@@ -141,7 +141,7 @@ mod tests {
     use crate::console::{ConsoleLog, ConsoleSink};
     use crate::event::Events;
     use crate::trace::Ladder;
-    use crate::wiring::{LateHandle, Wiring};
+    use crate::wiring::{LateHandle, Wiring, place_pmem};
 
     struct Part(Count);
 
@@ -203,7 +203,8 @@ cubevmm_part_things_total{device=\"plain\"} 18446744073709551615
         wiring.console(&config, &log).unwrap();
         wiring.balloon(&config).unwrap();
         let backing = PmemBacking::open(file.path(), true).unwrap();
-        wiring.pmem(&config, vec![(DeviceId::new("data"), backing)]).unwrap();
+        let placed = place_pmem(&config, vec![(DeviceId::new("data"), backing)]);
+        wiring.pmem(&placed).unwrap();
         let mut gathering = Gathering::default();
         gathering.add_devices(&wiring.transports);
         for (kind, name, meter) in &wiring.meters {

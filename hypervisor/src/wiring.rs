@@ -46,11 +46,26 @@ use crate::vm::SharedTransport;
 const GUEST_CID: u64 = 3;
 
 /// Persistent memory in the guest's address space.
+#[derive(Clone)]
 pub struct PlacedPmem {
+    /// The device's name.
+    pub id: DeviceId,
     /// Its first guest address.
     pub start: u64,
     /// Its memory.
     pub backing: PmemBacking,
+}
+
+/// Places persistent memory above RAM, one piece after the other.
+pub fn place_pmem(config: &VmConfig, files: Vec<(DeviceId, PmemBacking)>) -> Vec<PlacedPmem> {
+    let mut start = layout::above_ram(config.memory.bytes());
+    let place = |(id, backing): (DeviceId, PmemBacking)| {
+        let placed = PlacedPmem { id, start, backing };
+        // Beyond the end of what there is, KVM and the device refuse it.
+        start = start.saturating_add(placed.backing.len());
+        placed
+    };
+    files.into_iter().map(place).collect()
 }
 
 /// The VM in the kernel, once it is there: devices are made before.
@@ -232,24 +247,14 @@ impl<'a> Wiring<'a> {
         self.virtio(DeviceId::new("console"), Box::new(console))
     }
 
-    /// Persistent memory, placed above RAM; where each is, for the memory slots.
-    pub fn pmem(
-        &mut self,
-        config: &VmConfig,
-        files: Vec<(DeviceId, PmemBacking)>,
-    ) -> Result<Vec<PlacedPmem>, BuildError> {
-        let mut start = layout::above_ram(config.memory.bytes());
-        let mut placed = Vec::new();
-        for (id, backing) in files {
-            let place = PmemConfig { start: GuestAddress(start) };
-            let device = Pmem::new(self.executor.clone(), backing.clone(), place)?;
-            self.virtio(id, Box::new(device))?;
-            let len = backing.len();
-            placed.push(PlacedPmem { start, backing });
-            // Cannot wrap: Pmem::new has checked the end.
-            start = start.saturating_add(len);
+    /// Persistent memory, where it has been placed.
+    pub fn pmem(&mut self, placed: &[PlacedPmem]) -> Result<(), BuildError> {
+        for pmem in placed {
+            let place = PmemConfig { start: GuestAddress(pmem.start) };
+            let device = Pmem::new(self.executor.clone(), pmem.backing.clone(), place)?;
+            self.virtio(pmem.id.clone(), Box::new(device))?;
         }
-        Ok(placed)
+        Ok(())
     }
 
     fn virtio(&mut self, id: DeviceId, device: Box<dyn VirtioDevice>) -> Result<(), BuildError> {

@@ -20,6 +20,14 @@ pub struct Waiting {
     news: File,
 }
 
+fn fall_silent() -> std::io::Result<()> {
+    let nowhere = File::options().read(true).write(true).open("/dev/null")?;
+    nix::unistd::dup2_stdin(&nowhere)?;
+    nix::unistd::dup2_stdout(&nowhere)?;
+    nix::unistd::dup2_stderr(&nowhere)?;
+    Ok(())
+}
+
 /// Which of both processes this is.
 pub enum Role {
     /// The one that was called, and returns.
@@ -48,8 +56,12 @@ impl Background {
         }
     }
 
-    /// Lets the caller return; false if it has gone.
+    /// Lets the caller return; false if it has gone. From here on the VM says nothing, since whoever
+    /// reads what the caller has said waits for the end of that.
     pub fn ready(mut self) -> bool {
+        if let Err(error) = fall_silent() {
+            tracing::warn!(%error, "standard streams stay open");
+        }
         self.0.write_all(b"r").is_ok()
     }
 }

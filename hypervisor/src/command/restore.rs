@@ -39,8 +39,9 @@ pub struct RestoreOptions {
     #[arg(long)]
     pub resume: bool,
 
-    /// Return when the guest is ready, and leave the VM in the background; fail, and leave nothing,
-    /// if it is not within so many seconds
+    /// Return when the guest is ready, and leave the VM in the background, where it says nothing (a
+    /// console can go to a file, see --override); fail, and leave nothing, if the guest is not ready
+    /// within so many seconds [default: 60]
     #[arg(long, value_name = "SECONDS", num_args = 0..=1, require_equals = true, requires = "resume",
           default_missing_value = "60", value_parser = super::options::seconds())]
     pub wait_ready: Option<u64>,

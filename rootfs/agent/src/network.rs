@@ -1,9 +1,9 @@
 //! Gives a network interface other addresses than it had, and tells the neighbours.
 
-use crate::netlink::Netlink;
+use crate::netlink::{CREATE, Message, Netlink, REPLACE};
 use crate::refusal::Refusal;
 use guest_protocol::{Interface, Neighbour};
-use netlink_packet_core::{NLM_F_CREATE, NLM_F_EXCL, NLM_F_REPLACE};
+use netlink_packet_route::AddressFamily;
 use netlink_packet_route::address::{
     AddressAttribute, AddressFlags, AddressHeaderFlags, AddressMessage,
 };
@@ -14,7 +14,6 @@ use netlink_packet_route::neighbour::{
 use netlink_packet_route::route::{
     RouteAttribute, RouteHeader, RouteMessage, RouteProtocol, RouteScope, RouteType,
 };
-use netlink_packet_route::{AddressFamily, RouteNetlinkMessage};
 use nix::errno::Errno;
 use nix::net::if_::if_nametoindex;
 use std::fs;
@@ -32,19 +31,19 @@ pub fn configure(interface: &Interface) -> Result<(), Refusal> {
     let index = if_nametoindex(name).map_err(Refusal::system("find the network interface"))?;
     let mut netlink = Netlink::open().map_err(Refusal::system("talk to the network stack"))?;
     clear(&mut netlink, name, index)?;
-    let up = netlink.change(raise(index), 0);
+    let up = netlink.change(&raise(index), 0);
     up.map_err(Refusal::system("raise the network interface"))?;
     for address in &interface.addresses {
         let message = new_address(index, address.address, address.bits);
-        let added = netlink.change(message, NLM_F_CREATE | NLM_F_EXCL);
+        let added = netlink.change(&message, CREATE);
         added.map_err(Refusal::system("add an address"))?;
     }
     for neighbour in &interface.neighbours {
-        let added = netlink.change(new_neighbour(index, neighbour), NLM_F_CREATE | NLM_F_REPLACE);
+        let added = netlink.change(&new_neighbour(index, neighbour), REPLACE);
         added.map_err(Refusal::system("add a neighbour"))?;
     }
     for gateway in &interface.gateways {
-        let added = netlink.change(default_route(index, *gateway), NLM_F_CREATE | NLM_F_REPLACE);
+        let added = netlink.change(&default_route(index, *gateway), REPLACE);
         added.map_err(Refusal::system("add a default route"))?;
     }
     wait_for_carrier(name);
@@ -56,18 +55,20 @@ pub fn configure(interface: &Interface) -> Result<(), Refusal> {
     Ok(())
 }
 
+/// Where the interface of an address stands in a message (struct ifaddrmsg).
+const ADDRESS_INDEX: usize = 4;
+
 /// Takes everything from the interface. With the last IPv4 address the kernel forgets routes and
 /// neighbours, and IPv6 forgets all when it is turned off.
 fn clear(netlink: &mut Netlink, name: &str, index: u32) -> Result<(), Refusal> {
     let mut query = AddressMessage::default();
     query.header.family = AddressFamily::Inet;
-    let all = netlink.list(RouteNetlinkMessage::GetAddress(query));
-    for answer in all.map_err(Refusal::system("list addresses"))? {
-        let RouteNetlinkMessage::NewAddress(address) = answer else { continue };
-        if address.header.index != index {
+    let all = netlink.list(&Message::new(libc::RTM_GETADDR, &query));
+    for address in all.map_err(Refusal::system("list addresses"))? {
+        if address.word(ADDRESS_INDEX) != Some(index) {
             continue;
         }
-        match netlink.change(RouteNetlinkMessage::DelAddress(address), 0) {
+        match netlink.change(&address.into_kind(libc::RTM_DELADDR), 0) {
             // A secondary one goes with its primary one.
             Ok(()) | Err(Errno::EADDRNOTAVAIL) => {}
             Err(errno) => return Err(Refusal::system("remove an address")(errno)),
@@ -84,19 +85,19 @@ fn clear(netlink: &mut Netlink, name: &str, index: u32) -> Result<(), Refusal> {
     Ok(())
 }
 
-fn raise(index: u32) -> RouteNetlinkMessage {
+fn raise(index: u32) -> Message {
     let mut link = LinkMessage::default();
     link.header.index = index;
     link.header.flags = LinkFlags::Up;
     link.header.change_mask = LinkFlags::Up;
-    RouteNetlinkMessage::SetLink(link)
+    Message::new(libc::RTM_SETLINK, &link)
 }
 
 fn family(address: IpAddr) -> AddressFamily {
     if address.is_ipv4() { AddressFamily::Inet } else { AddressFamily::Inet6 }
 }
 
-fn new_address(index: u32, address: IpAddr, bits: u8) -> RouteNetlinkMessage {
+fn new_address(index: u32, address: IpAddr, bits: u8) -> Message {
     let mut message = AddressMessage::default();
     message.header.family = family(address);
     message.header.prefix_len = bits;
@@ -110,10 +111,10 @@ fn new_address(index: u32, address: IpAddr, bits: u8) -> RouteNetlinkMessage {
         let broadcast = Ipv4Addr::from(u32::from(address) | (u32::MAX >> bits));
         message.attributes.push(AddressAttribute::Broadcast(broadcast));
     }
-    RouteNetlinkMessage::NewAddress(message)
+    Message::new(libc::RTM_NEWADDR, &message)
 }
 
-fn new_neighbour(index: u32, neighbour: &Neighbour) -> RouteNetlinkMessage {
+fn new_neighbour(index: u32, neighbour: &Neighbour) -> Message {
     let mut message = NeighbourMessage::default();
     message.header.family = family(neighbour.address);
     message.header.ifindex = index;
@@ -124,10 +125,10 @@ fn new_neighbour(index: u32, neighbour: &Neighbour) -> RouteNetlinkMessage {
     };
     message.attributes.push(NeighbourAttribute::Destination(address));
     message.attributes.push(NeighbourAttribute::LinkLayerAddress(neighbour.mac.to_vec()));
-    RouteNetlinkMessage::NewNeighbour(message)
+    Message::new(libc::RTM_NEWNEIGH, &message)
 }
 
-fn default_route(index: u32, gateway: IpAddr) -> RouteNetlinkMessage {
+fn default_route(index: u32, gateway: IpAddr) -> Message {
     let mut message = RouteMessage::default();
     message.header.address_family = family(gateway);
     message.header.table = RouteHeader::RT_TABLE_MAIN;
@@ -136,7 +137,7 @@ fn default_route(index: u32, gateway: IpAddr) -> RouteNetlinkMessage {
     message.header.kind = RouteType::Unicast;
     message.attributes.push(RouteAttribute::Gateway(gateway.into()));
     message.attributes.push(RouteAttribute::Oif(index));
-    RouteNetlinkMessage::NewRoute(message)
+    Message::new(libc::RTM_NEWROUTE, &message)
 }
 
 /// An interface that has just been raised may not send yet. One without a cable is left alone.
