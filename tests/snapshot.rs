@@ -25,10 +25,8 @@ fn one_guest_becomes_two(transport: &str) {
     counter.ask(&["snapshot", "api", counter.dir(), "--keep-paused"]).output(0);
     let last = follows('a', &counter.end("api", original));
 
-    let second = counter.place.given("second", vec![7; 1 << 20]);
-    let other = format!("disk:data={second}");
     let one = counter.restore("one", &["--resume"]);
-    let two = counter.restore("two", &["--resume", "--override", &other]);
+    let two = counter.restore("two", &["--resume"]);
     goes_on(&one);
     goes_on(&two);
     for (api, running) in [("one", one), ("two", two)] {
@@ -84,11 +82,12 @@ fn a_snapshot_that_fails_leaves_nothing_and_the_guest_goes_on() {
     let original = counter.start("mmio");
     let taken = counter.place.given_folder("taken");
     let half = counter.place.given_folder("half.tmp");
+    fs::write(Path::new(&half).join("thesis"), "mine").unwrap();
     let beside = Path::new(&half).with_file_name("half");
     let missing = counter.place.given_path("missing").join("snapshot");
     for (dir, why) in [
         (taken.as_str(), "exists"),
-        (beside.to_str().unwrap(), "half.tmp exists"),
+        (beside.to_str().unwrap(), "half.tmp exists and has \"thesis\" in it"),
         (missing.to_str().unwrap(), "cannot be written"),
         ("/", "no name"),
     ] {
@@ -119,8 +118,7 @@ fn a_vmm_that_dies_while_it_writes_leaves_no_half_snapshot() {
         let exists = counter.dir.exists();
         assert!(exists || !answered, "round {round}");
         if exists {
-            let other = counter.place.given("other", vec![7; 1 << 20]);
-            let copy = counter.restore("copy", &["--override", &format!("disk:data={other}")]);
+            let copy = counter.restore("copy", &[]);
             eventually("it answers", || counter.ask(&["info", "copy"]).code == 0);
             counter.ask(&["resume", "copy"]).output(0);
             goes_on(&copy);
@@ -146,7 +144,10 @@ fn what_is_no_snapshot_is_refused_and_leaves_nothing() {
     let refused = |options: &[&str], why: &[&str]| {
         counter.restore("copy", options).end().assert_refused(why);
     };
-    refused(&[], &["given/disk", "in use"]);
+    refused(
+        &["--override", &format!("disk:data={}", counter.place.given_path("disk").display())],
+        &["in use"],
+    );
     refused(&["--override", "disk:none=/dev/zero"], &["none"]);
     refused(&["--override", "tpm:a=b"], &["tpm:a=b"]);
     counter.end("api", original);

@@ -39,6 +39,7 @@ use crate::memory::{MemoryError, Sharing};
 use crate::snapshot::load::Saved;
 use crate::snapshot::paging::{self, Loaded, Lost, MemoryMode, PagingError};
 use crate::snapshot::restore::ApplyError;
+use crate::snapshot::tracking::Tracking;
 use crate::state::VmState;
 use crate::trace::{Ladder, step};
 use crate::vcpu::{Machine, Vcpu, VcpuError, install_kick_signal};
@@ -251,7 +252,8 @@ fn build_from(
         let sharing = if config.shares_memory() { Sharing::Shared } else { Sharing::Private };
         let (Loaded { memory, pager }, state) = match from {
             Some(Restoration { saved, mode, lost }) => {
-                (paging::load(&mode, bytes, saved.memory, lost)?, Some(saved.state))
+                let tracking = Tracking::restored_from(saved.manifest.id);
+                (paging::load(&mode, bytes, saved.memory, lost)?, Some((saved.state, tracking)))
             }
             None => (Loaded { memory: memory::mapped(bytes, sharing)?, pager: None }, None),
         };
@@ -260,16 +262,17 @@ fn build_from(
         let pmem = place_pmem(config, files.pmem);
         let _ = memory_to_kvm.send((memory.clone(), pmem.clone()));
         drop(memory_to_kvm);
-        let places = state.as_ref().and_then(|state| Some(state.pci.as_ref()?.places()));
+        let places = state.as_ref().and_then(|(state, _)| Some(state.pci.as_ref()?.places()));
         let devices = DeviceFiles { disks: files.disks, net: files.net, pmem };
         let parts = Parts::make(config, files.boot, devices, (&memory, places), observers)?;
         let in_kernel = in_kernel.join().map_err(|_| BuildError::Lost)??;
-        if let Some(state) = &state {
+        if let Some((state, _)) = &state {
             state.check_features(&in_kernel.cpuid)?;
         }
         let mut vm = parts.join(config, in_kernel, observers, &memory)?;
         vm.pager = pager;
-        if let Some(state) = state {
+        if let Some((state, tracking)) = state {
+            vm.tracking = tracking;
             vm.restore(state)?;
         }
         Ok(vm)
@@ -410,6 +413,7 @@ impl<'a> Parts<'a> {
             _pmem: self.pmem,
             pager: None,
             state: VmState::Created,
+            tracking: Tracking::default(),
         })
     }
 }

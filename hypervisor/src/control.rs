@@ -3,20 +3,22 @@
 //! Every command that holds a VM waits in [`Control::next`], which carries out the api requests
 //! and tells what else has happened.
 
-use std::path::Path;
 use std::sync::mpsc::{Receiver, SyncSender};
 use std::time::{Duration, Instant};
 
 use guest_protocol::{Client, Hello, PowerOff};
 
 use crate::agent::{self, Guest};
-use crate::api::{BalloonInfo, ErrorKind, Info, MetricsFormat, Reply, Request, StopHow};
+use crate::api::{
+    BalloonInfo, ErrorKind, Info, MetricsFormat, Reply, Request, SnapshotReport, SnapshotRequest,
+    StopHow,
+};
 use crate::command::guest_command::with_causes;
 use crate::event::{Call, Event, Events};
 use crate::identity::Identity;
 use crate::metrics;
 use crate::outcome::Outcome;
-use crate::snapshot::save::SnapshotError;
+use crate::snapshot::save::{Job, SnapshotError};
 use crate::state;
 use crate::vcpu::VcpuError;
 use crate::vm::Vm;
@@ -93,23 +95,38 @@ impl Control {
         true
     }
 
-    fn snapshot(&mut self, dir: &Path, keep_paused: bool) -> Result<(), SnapshotError> {
+    fn snapshot(&mut self, request: &SnapshotRequest) -> Result<SnapshotReport, SnapshotError> {
         self.vm.collect_ejected();
+        let job = Job::prepare(&self.vm, request)?;
         let hello = self.hello.as_ref().or(self.said.as_ref());
         // A guest that has ended has its last access not behind it, and its end is on its way to us.
         let ended = || self.events.outcome().is_some();
-        if self.vm.state() == state::VmState::Paused {
-            return if ended() { Err(SnapshotError::Ended) } else { self.vm.snapshot(dir, hello) };
-        }
-        let paused = self.vm.pause()?;
-        if ended() {
+        let runs = self.vm.state() == state::VmState::Running;
+        let stopped = Instant::now();
+        let frozen = if runs {
+            let mut paused = self.vm.pause()?;
+            if ended() {
+                return Err(SnapshotError::Ended);
+            }
+            let frozen = paused.freeze(job, hello)?;
+            if request.keep_paused {
+                paused.keep();
+            }
+            frozen
+        } else if ended() {
             return Err(SnapshotError::Ended);
+        } else {
+            job.freeze(&mut self.vm, hello)?
+        };
+        let goes_on = runs && !request.keep_paused;
+        let finished = frozen.finish(goes_on.then(|| stopped.elapsed()));
+        match &finished {
+            Ok(report) => self.vm.saved(&report.id),
+            // It ran, and a snapshot that failed changes nothing.
+            Err(_) if runs && !goes_on => self.vm.resume()?,
+            Err(_) => {}
         }
-        paused.snapshot(dir, hello)?;
-        if keep_paused {
-            paused.keep();
-        }
-        Ok(())
+        finished
     }
 
     /// Waits for the next thing that happens, until `deadline`.
@@ -194,8 +211,9 @@ impl Control {
             Request::Metrics { format } => answer(&reply, self.metrics(format)),
             Request::Pause {} => answer(&reply, self.pause()),
             Request::Resume {} => answer(&reply, done(self.resume())),
-            Request::Snapshot { dir, keep_paused } => {
-                answer(&reply, done(self.snapshot(&dir, keep_paused)));
+            Request::Snapshot(request) => {
+                let told = self.snapshot(&request).map(|report| Reply::Saved(Box::new(report)));
+                answer(&reply, told.unwrap_or_else(|failed| failure(&failed)));
             }
             Request::SetBalloon { bytes } => answer(&reply, self.set_balloon(bytes)),
             Request::NewGeneration {} => answer(&reply, done(self.vm.renew_generation())),
@@ -291,7 +309,11 @@ fn error(kind: ErrorKind, error: &impl std::fmt::Display) -> Reply {
 }
 
 fn done<E: std::error::Error>(result: Result<(), E>) -> Reply {
-    result.map_or_else(|failed| error(ErrorKind::Failed, &with_causes(&failed)), |()| Reply::Done)
+    result.map_or_else(|failed| failure(&failed), |()| Reply::Done)
+}
+
+fn failure(failed: &impl std::error::Error) -> Reply {
+    error(ErrorKind::Failed, &with_causes(failed))
 }
 
 fn answer(reply: &SyncSender<Reply>, with: Reply) {

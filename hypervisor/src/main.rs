@@ -5,7 +5,7 @@ use std::process::ExitCode;
 
 use clap::{Parser, Subcommand};
 use hypervisor::api::Request;
-use hypervisor::command::{client, restore, run, start};
+use hypervisor::command::{client, restore, run, snapshot, start};
 use hypervisor::outcome::EXIT_SETUP;
 use hypervisor::trace::Ladder;
 use hypervisor::{doctor, logs, signals};
@@ -57,9 +57,9 @@ enum Command {
     Pause(client::Target),
     /// Let a paused VM go on
     Resume(client::Target),
-    /// Write a VM into a folder
-    #[command(after_help = restore::SNAPSHOT_HELP)]
-    Snapshot(client::SnapshotOptions),
+    /// Write a VM into a folder, and look after such folders
+    #[command(after_help = snapshot::HELP)]
+    Snapshot(snapshot::SnapshotOptions),
     /// Make a VM of such a folder, controlled through a socket
     #[command(after_help = restore::RESTORE_HELP)]
     Restore(restore::RestoreOptions),
@@ -103,7 +103,7 @@ fn act(command: &Command, ladder: Ladder) -> anyhow::Result<u8> {
         Command::Metrics(options) => client::metrics(options),
         Command::Pause(target) => client::plain(target, &Request::Pause {}),
         Command::Resume(target) => client::plain(target, &Request::Resume {}),
-        Command::Snapshot(options) => client::snapshot(options),
+        Command::Snapshot(options) => snapshot::snapshot(options),
         Command::Restore(options) => restore::restore(options, ladder),
         Command::Balloon(options) => client::balloon(options),
         Command::Plug(options) => client::plug(options),

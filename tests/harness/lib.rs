@@ -12,6 +12,7 @@
 //! | [`census`] | processes, files and memory, as `/proc` has them |
 //! | [`terminal`] | a terminal for `cube-vmm` |
 //! | [`wire`] | a network namespace with a TAP, and the host's ends of connections |
+//! | [`filesystem`] | an XFS, a full disk, one that fails |
 //! | [`image`] | kernels of a few bytes, disk and root images |
 //! | [`tools`] | programs of the host, with their libraries, for a guest |
 //! | [`artifacts`] | where the things under test are, and what to say when they are missing |
@@ -25,6 +26,7 @@ pub mod artifacts;
 pub mod call;
 pub mod census;
 pub mod counter;
+pub mod filesystem;
 pub mod guest;
 pub mod image;
 pub mod lab;

@@ -7,4 +7,5 @@ pub mod options;
 pub mod overrides;
 pub mod restore;
 pub mod run;
+pub mod snapshot;
 pub mod start;

@@ -19,6 +19,7 @@ use crate::event::Events;
 use crate::identity::{ClockPolicy, GuestInterface, Hostname, Identity, MachineId};
 use crate::outcome::EXIT_MEMORY_LOST;
 use crate::signals;
+use crate::snapshot::disks::{self, DiskPlace};
 use crate::snapshot::host_files::{self, Consent};
 use crate::snapshot::load::Saved;
 use crate::snapshot::paging::{Lost, MemoryMode};
@@ -64,6 +65,11 @@ pub struct RestoreOptions {
     #[arg(long = "override", value_name = "KIND:ID=…")]
     pub overrides: Vec<String>,
 
+    /// Folder for the VM's own disks, disk-ID each, which stay when it ends; without it they have no
+    /// names, and are gone with it
+    #[arg(long, value_name = "DIR")]
+    pub disk_dir: Option<PathBuf>,
+
     /// Open the files and interfaces of this host that the snapshot names, wherever they are
     #[arg(long)]
     pub trust_paths: bool,
@@ -104,10 +110,13 @@ the file there. Any number of VMs can be made of it. Each is another machine: it
 id before it runs, and its agent takes fresh randomness, the time of day, names and addresses before
 it counts as ready.
 
-Disks are those of the VM that was saved, and must be as they were by then. A disk that can be written
-belongs to one VM at a time: give the others a copy. A folder may name any file of this host, and its
-guest would read it. So files and network interfaces outside of the folder are opened only if you name
-them yourself (--override), or trust whoever made the folder (--trust-paths).
+Each VM has its own copy of the disks that are in the folder, so none sees what another one writes; on
+file systems that share blocks it costs nothing. Disks that are not in it are those of the VM that was
+saved, and must be as they were by then.
+
+A folder may name any file of this host, and its guest would read it. So files and network interfaces
+outside of the folder are opened only if you name them yourself (--override), or trust whoever made the
+folder (--trust-paths).
 
 A page fault handler (--uffd-socket) gets one line of JSON with the regions of guest memory, and with
 it two descriptors: the userfaultfd, and the file with the content. It answers \"ready\" and a newline
@@ -115,22 +124,11 @@ within 10 s, and serves faults as long as it keeps the connection. Ranges that t
 are told as removed, and are zeros from then on. Without it the VM ends, with exit code 118.
 
 Examples:
-  cube-vmm restore base --api-socket S --resume --trust-paths
+  cube-vmm restore base --api-socket S --resume --disk-dir /var/lib/vm/one
   cp --reflink=auto data.img two.img
   cube-vmm restore base --api-socket T --resume --wait-ready --override disk:data=two.img \\
       --hostname two --network eth0=192.0.2.2/24,gateway=192.0.2.1 && cube-vmm exec --api-socket T -- ip a";
 
-/// What `snapshot --help` ends with.
-pub const SNAPSHOT_HELP: &str = "\
-The VM stands still while its state and memory are written, and then goes on. If anything fails it goes
-on as well, and nothing is left of the folder. Disks are not copied: the folder refers to them by their
-paths, and they must be the same when it is restored. Copy them while the VM is paused (--keep-paused).
-Persistent memory must be read-only.
-
-Examples:
-  cube-vmm snapshot --api-socket S base
-  cube-vmm snapshot --api-socket S base --keep-paused && cp data.img base.img
-  cube-vmm resume --api-socket S";
 
 impl RestoreOptions {
     fn memory_mode(&self) -> anyhow::Result<MemoryMode> {
@@ -158,7 +156,7 @@ fn overridden(options: &RestoreOptions, saved: &Saved) -> anyhow::Result<(VmConf
     let mut config = saved.manifest.config.clone();
     host_files::resolve(&mut config, &options.dir);
     config.vsock = Some(beside(&options.api_socket));
-    let mut changes = overrides::apply(&options.overrides, &mut config)?;
+    let changes = overrides::apply(&options.overrides, &mut config)?;
     let inherited = |source: &TapSource| matches!(source, TapSource::Fd(_));
     let gone = |id: &String| !changes.ids.contains(id);
     if let Some(card) = config.net.iter().find(|card| inherited(&card.source) && gone(&card.id)) {
@@ -168,8 +166,8 @@ fn overridden(options: &RestoreOptions, saved: &Saved) -> anyhow::Result<(VmConf
             card.id
         );
     }
-    let given = std::mem::take(&mut changes.ids);
-    let consent = Consent { all: options.trust_paths, given };
+    disks::refer_to_copies(&options.dir, &saved.manifest, &mut config, &changes.ids);
+    let consent = Consent { all: options.trust_paths, given: changes.ids.clone() };
     host_files::check(&saved.manifest, &config, &options.dir, &consent)?;
     Ok((config, changes))
 }
@@ -208,7 +206,10 @@ fn hold(
         check_writable(path)?;
     }
     let mut saved = Saved::open(&options.dir)?;
-    let (config, changes) = overridden(options, &saved)?;
+    let (mut config, changes) = overridden(options, &saved)?;
+    let place = options.disk_dir.as_deref().map_or(DiskPlace::Unnamed, DiskPlace::Folder);
+    // Open as long as the VM lives: some have no other name.
+    let _own = disks::place(&options.dir, &saved.manifest, &mut config, &changes.ids, place)?;
     let hello = saved.state.hello.take();
     let identity = options.identity();
     let socket = ApiSocket::bind(&options.api_socket)?;
@@ -256,7 +257,7 @@ mod tests {
         let mut config: VmConfig = serde_json::from_str(config).unwrap();
         config.net = vec![net.parse().unwrap()];
         Saved {
-            manifest: Manifest::new(config, 0, b""),
+            manifest: Manifest::new(config, "0".repeat(32), 0, b""),
             state: crate::snapshot::machine::tests::example(),
             memory: tempfile::tempfile().unwrap(),
         }

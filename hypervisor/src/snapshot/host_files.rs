@@ -13,7 +13,7 @@ use std::path::{Component, Path, PathBuf};
 use devices::virtio::net::TapSource;
 use serde::{Deserialize, Serialize};
 
-use super::manifest::Manifest;
+use super::manifest::{Manifest, SavedDisk};
 use crate::config::VmConfig;
 
 /// A file as it was when the VM was saved.
@@ -88,9 +88,11 @@ impl Consent {
     }
 }
 
-/// Measures the files of a VM whose devices are at rest.
-pub fn measure(config: &VmConfig) -> Result<Vec<HostFile>, HostFileError> {
-    files(config).into_iter().map(|(id, path)| look_at(&id, &path)).collect()
+/// Measures the files of a VM whose devices are at rest, but for those of which there are copies.
+pub fn measure(config: &VmConfig, copied: &[SavedDisk]) -> Result<Vec<HostFile>, HostFileError> {
+    let is_copied = |id: &str| copied.iter().any(|disk| disk.id == id);
+    let files = files(config).into_iter().filter(|(id, _)| !is_copied(id));
+    files.map(|(id, path)| look_at(&id, &path)).collect()
 }
 
 /// Makes the paths of a configuration that are inside of the snapshot's folder `dir` those from
@@ -213,8 +215,8 @@ mod tests {
                  "disks": [{{"path": {disk:?}, "id": "data"}}]}}"#
         );
         let config: VmConfig = serde_json::from_str(&text).unwrap();
-        let mut manifest = Manifest::new(config.clone(), 0, b"");
-        manifest.files = measure(&config).unwrap();
+        let mut manifest = Manifest::new(config.clone(), "0".repeat(32), 0, b"");
+        manifest.files = measure(&config, &[]).unwrap();
         Ground { folder, manifest, config }
     }
 
