@@ -20,13 +20,14 @@ demo: build ## Install, build, boot a guest, run a command in it, print the boot
 
 test: build lint unit native guest ## Install, build, and run every check and test
 
-build: packages ## Build the VMM, the guest kernel and the root image
+build: packages ## Build the VMM, the guest kernel and the root images
 	$(call step,VMM)
 	@cargo build --release -p cube-vmm -p cube-benches
 	$(call step,Guest kernel (the first time takes about ten minutes))
 	@guest-kernel/build.sh
-	$(call step,Root image)
+	$(call step,Root images)
 	@rootfs/build.sh
+	@rootfs/build.sh --containers
 
 packages: ## Install the packages that the other targets need (asks sudo if need be)
 	@tests/packages
@@ -34,8 +35,9 @@ packages: ## Install the packages that the other targets need (asks sudo if need
 kernel: packages ## Build the guest kernel only
 	@guest-kernel/build.sh
 
-rootfs: packages ## Build the root image only
+rootfs: packages ## Build the root images only
 	@rootfs/build.sh
+	@rootfs/build.sh --containers
 
 lint: ## Check format and lints
 	$(call step,Format and lints)
@@ -57,7 +59,7 @@ native: ## Run the tests of tiny guests, on any /dev/kvm
 guest: ## Run the tests of Linux guests, on hardware KVM or in the lab
 	$(call step,Linux guests)
 	@tests/harness/stock-kernel >/dev/null
-	@cargo test -p cube-tests --test boot --test api --test devices
+	@cargo test -p cube-tests --test boot --test api --test devices --test containers
 
 bench: build ## Measure the boot (see benches/README.md for more)
 	$(call step,Floor)

@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
 #
 # Build the root image of a CubeVMM guest: an initramfs with cube-agent as /init and a static
-# busybox. See README.md.
+# busybox, with --containers also cube-oci. See README.md.
 
 set -euo pipefail
 export LC_ALL=C
@@ -12,7 +12,7 @@ REPOSITORY=$(dirname "$HERE")
 TRIPLE=$(uname -m)-unknown-linux-gnu
 
 # A small file compiles and starts as fast as a fast one here; its size is memory of every guest.
-readonly AGENT_PROFILE=(
+readonly SMALL_PROFILE=(
     --config 'profile.release.opt-level="s"'
     --config 'profile.release.strip="symbols"'
 )
@@ -24,23 +24,26 @@ readonly DIRECTORIES=(
 modules_tree=
 module_list=
 output=
-additions=() # HOSTPATH:GUESTPATH
+image=initrd.cpio # its name
+additions=()      # HOSTPATH:GUESTPATH
 
 # Set by the functions below.
 work=     # scratch directory of this run
 manifest= # what goes into the image, a line for each path, see `entry`
-agent=
+program=  # the last one built
 busybox=
 
 usage() {
     cat <<TEXT
-Usage: build.sh [--modules DIR --module-list FILE] [--add HOSTPATH:GUESTPATH]...
-                [--output FILE] [--help]
+Usage: build.sh [--containers] [--modules DIR --module-list FILE]
+                [--add HOSTPATH:GUESTPATH]... [--output FILE] [--help]
 
 Builds the guest's initramfs, or finds it in the cache, and prints its path as the only line on
 standard output. Progress and errors go to standard error. Needs no root.
 
 Options:
+  --containers        build container.cpio instead of initrd.cpio: the same with cube-oci, which
+                      runs OCI containers in the guest
   --modules DIR       modules for a stock kernel: its tree, as in /lib/modules/VERSION
   --module-list FILE  names of the modules to load at boot, one a line, in this order; what they
                       depend on is added (modules-stock.list is a good start)
@@ -52,8 +55,10 @@ Options:
 Environment:
   BUSYBOX           the static busybox to use (default: one in PATH, or /bin/busybox)
   CUBE_AGENT        a ready agent to use instead of building one
+  CUBE_OCI          a ready cube-oci to use instead of building one
   CUBE_CACHE        cache directory (now: $(cache_root))
-  CARGO_TARGET_DIR  where the agent is built and the guest/initrd.cpio link is put
+  CARGO_TARGET_DIR  where programs are built and the link guest/initrd.cpio (or container.cpio)
+                    is put
                     (now: $(target_dir))
 TEXT
 }
@@ -90,6 +95,10 @@ parse_arguments() {
             usage
             exit
             ;;
+        --containers)
+            image=container.cpio
+            shift
+            ;;
         --modules | --module-list | --output | --add)
             (($# >= 2)) || die "$1 needs a value"
             case $1 in
@@ -116,25 +125,27 @@ parse_arguments() {
 
 # --- What goes in ----------------------------------------------------------------
 
-build_agent() {
-    if [[ -n ${CUBE_AGENT:-} ]]; then
-        [[ -f $CUBE_AGENT ]] || die "CUBE_AGENT=$CUBE_AGENT: no such file"
-        agent=$CUBE_AGENT
+# build_program NAME READY: builds a static program of this repository, unless READY, the value of
+# the variable for it, names one. Sets `program`.
+build_program() {
+    local name=$1 ready=$2 directory
+    if [[ -n $ready ]]; then
+        [[ -f $ready ]] || die "$ready, to use as $name: no such file"
+        program=$ready
         return
     fi
-    command -v cargo >/dev/null || die 'no cargo: install Rust, or set CUBE_AGENT to a ready agent'
-    local directory
+    command -v cargo >/dev/null || die "no cargo: install Rust, or name a ready $name, see --help"
     directory=$(target_dir)/guest-build
-    say "building cube-agent in $directory"
+    say "building $name in $directory"
     # Flags of the caller's are for the host. Paths are left out, so that the same source gives the
     # same binary wherever it lies.
     env -u CARGO_ENCODED_RUSTFLAGS -u CARGO_BUILD_TARGET -u CARGO_TARGET_DIR \
         RUSTFLAGS="-C target-feature=+crt-static --remap-path-prefix=$REPOSITORY=. \
             --remap-path-prefix=${CARGO_HOME:-${HOME:-}/.cargo}=cargo" \
-        cargo build --quiet --release --package cube-agent --bin cube-agent \
+        cargo build --quiet --release --package "$name" --bin "$name" \
         --manifest-path "$REPOSITORY/Cargo.toml" --target "$TRIPLE" --target-dir "$directory" \
-        "${AGENT_PROFILE[@]}" >&2 || die 'cube-agent does not build'
-    agent=$directory/$TRIPLE/release/cube-agent
+        "${SMALL_PROFILE[@]}" >&2 || die "$name does not build"
+    program=$directory/$TRIPLE/release/$name
 }
 
 find_busybox() {
@@ -192,7 +203,12 @@ add_base() {
     # The kernel opens the one for init; the other is for the Rust runtime if it could not.
     entry node 0600 dev/console '5 1'
     entry node 0666 dev/null '1 3'
-    entry file 0755 init "$agent"
+    build_program cube-agent "${CUBE_AGENT:-}"
+    entry file 0755 init "$program"
+    if [[ $image == container.cpio ]]; then
+        build_program cube-oci "${CUBE_OCI:-}"
+        entry file 0755 bin/cube-oci "$program"
+    fi
     add_tree "$HERE/image" /
     entry file 0755 bin/busybox "$busybox"
     while read -r applet; do
@@ -341,19 +357,19 @@ write_image() { # FILE
 }
 
 cached_image() {
-    local directory image link
+    local directory cached link
     directory=$(cache_root)/rootfs/$(content_hash)
-    image=$directory/initrd.cpio
+    cached=$directory/$image
     mkdir -p "$directory"
     exec 9>"$directory/lock"
     flock 9
-    [[ -s $image ]] || write_image "$image"
+    [[ -s $cached ]] || write_image "$cached"
     exec 9>&-
-    link=$(target_dir)/guest/initrd.cpio
+    link=$(target_dir)/guest/$image
     mkdir -p "${link%/*}"
-    ln -sfn "$image" "$link.$$"
+    ln -sfn "$cached" "$link.$$"
     mv -T "$link.$$" "$link"
-    printf '%s\n' "$image"
+    printf '%s\n' "$cached"
 }
 
 main() {
@@ -363,7 +379,6 @@ main() {
     manifest=$work/manifest
     : >"$manifest"
     find_busybox
-    build_agent
     add_base
     [[ -z $modules_tree ]] || add_modules
     add_additions

@@ -15,6 +15,8 @@ pub enum Artifact {
     Kernel,
     /// The root image with the agent. `CUBE_INITRD` names another.
     Initrd,
+    /// The root image with `cube-oci`. `CUBE_CONTAINER_INITRD` names another.
+    ContainerInitrd,
     /// A distribution's kernel, a bzImage with modules.
     StockKernel,
     /// The root image that loads the modules of [`Artifact::StockKernel`].
@@ -28,6 +30,7 @@ impl Artifact {
             Self::Vmm => "cube-vmm",
             Self::Kernel => "kernel",
             Self::Initrd => "initrd",
+            Self::ContainerInitrd => "container-initrd",
             Self::StockKernel | Self::StockInitrd => "stock-kernel",
         }
     }
@@ -39,6 +42,9 @@ impl Artifact {
             Self::Vmm => given("CUBE_VMM").unwrap_or_else(built_vmm),
             Self::Kernel => given("CUBE_KERNEL").unwrap_or_else(|| beside_vmm("vmlinux")),
             Self::Initrd => given("CUBE_INITRD").unwrap_or_else(|| beside_vmm("initrd.cpio")),
+            Self::ContainerInitrd => {
+                given("CUBE_CONTAINER_INITRD").unwrap_or_else(|| beside_vmm("container.cpio"))
+            }
             Self::StockKernel => cache().join("stock/vmlinuz"),
             Self::StockInitrd => cache().join("stock/initrd.cpio"),
         }
@@ -49,6 +55,7 @@ impl Artifact {
             Self::Vmm => "cargo build --release -p cube-vmm",
             Self::Kernel => "guest-kernel/build.sh",
             Self::Initrd => "rootfs/build.sh",
+            Self::ContainerInitrd => "rootfs/build.sh --containers",
             Self::StockKernel | Self::StockInitrd => "tests/harness/stock-kernel",
         }
     }

@@ -38,7 +38,7 @@ pub mod vm;
 pub mod wire;
 
 pub use call::{Call, Ended, Running};
-pub use guest::{Output, sh};
+pub use guest::{GuestProcess, Output, sh};
 pub use lifecycle::{Step, lifecycle};
 pub use place::Place;
 pub use vm::TestVm;

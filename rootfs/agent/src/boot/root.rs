@@ -20,6 +20,8 @@ const DEVICE_PATIENCE: Duration = Duration::from_secs(10);
 const IMAGE: &str = "/.cube/image";
 const UPPER: &str = "/.cube/upper";
 const UNION: &str = "/.cube/root";
+/// Any directory of the initramfs.
+const COVER: &str = "/mnt";
 
 /// Why the guest has no root.
 #[derive(Debug, thiserror::Error)]
@@ -73,7 +75,10 @@ pub enum Error {
 
 /// Makes the root that the command line asks for the root of this process, and says what it is.
 pub fn enter(cmdline: &Cmdline) -> Result<String, Error> {
-    let Some(device) = cmdline.get("cube.root") else { return Ok("initramfs".into()) };
+    let Some(device) = cmdline.get("cube.root") else {
+        cover_initramfs()?;
+        return Ok("initramfs".into());
+    };
     let root = Root::find(device, cmdline)?;
     for dir in [IMAGE, UPPER, UNION] {
         fs::create_dir_all(dir).map_err(|error| switch_error("make", dir, &error))?;
@@ -229,6 +234,15 @@ fn mount_union() -> Result<(), Error> {
         .map_err(|errno| failed("the layers", "overlay", errno))
 }
 
+/// Puts the initramfs over itself. The first mount of all cannot be pivoted away from
+/// (pivot_root(2)), and containers in the guest would keep all of its mounts busy for want of that;
+/// the same files mounted once more can.
+fn cover_initramfs() -> Result<(), Error> {
+    let bind = mount(Some("/"), COVER, None::<&str>, MsFlags::MS_BIND, None::<&str>);
+    bind.map_err(|errno| Error::Switch { action: "bind to", path: COVER.into(), errno })?;
+    switch(COVER)
+}
+
 /// Makes `top` the root of this process and all that come from it. An initramfs cannot be
 /// unmounted or pivoted away from, so the new root is moved over it.
 fn switch(top: &str) -> Result<(), Error> {
@@ -242,7 +256,9 @@ fn switch(top: &str) -> Result<(), Error> {
         let _ = fs::create_dir(&target);
         move_to(dir, &target)?;
     }
-    forget_initramfs();
+    if top != COVER {
+        forget_initramfs();
+    }
     let failed = |action| move |errno| Error::Switch { action, path: top.to_owned(), errno };
     nix::unistd::chdir(top).map_err(failed("enter"))?;
     move_to(".", "/")?;
