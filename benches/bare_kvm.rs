@@ -28,10 +28,10 @@ pub struct Steps {
     pub main: u64,
     /// KVM_CREATE_VM returned.
     pub vm: u64,
-    /// KVM_CREATE_IRQCHIP returned.
-    pub irqchip: u64,
     /// The memory slot is set.
     pub memory: u64,
+    /// KVM_CREATE_IRQCHIP returned.
+    pub irqchip: u64,
     /// The vCPU exists and has its registers.
     pub vcpu: u64,
     /// The guest's first instruction that exits has exited.
@@ -43,9 +43,7 @@ pub fn run(main: u64) -> anyhow::Result<Steps> {
     let kvm = Kvm::new().context("/dev/kvm")?;
     let vm = kvm.create_vm().context("KVM_CREATE_VM")?;
     let vm_created = monotonic_ns();
-    vm.set_tss_address(0xfffb_d000).context("KVM_SET_TSS_ADDR")?;
-    vm.create_irq_chip().context("KVM_CREATE_IRQCHIP")?;
-    let irqchip = monotonic_ns();
+    // The slot first: after the interrupt controllers it waits for a grace period.
     let memory: MmapRegion<()> = MmapRegion::new(MEMORY_MIB << 20).context("guest memory")?;
     memory.as_volatile_slice().write_slice(CODE, ENTRY as usize).context("guest memory")?;
     let region = kvm_userspace_memory_region {
@@ -58,6 +56,9 @@ pub fn run(main: u64) -> anyhow::Result<Steps> {
     // SAFETY: the region is the whole of `memory`, which is dropped after the vCPU has run.
     unsafe { vm.set_user_memory_region(region) }.context("KVM_SET_USER_MEMORY_REGION")?;
     let memory_mapped = monotonic_ns();
+    vm.set_tss_address(0xfffb_d000).context("KVM_SET_TSS_ADDR")?;
+    vm.create_irq_chip().context("KVM_CREATE_IRQCHIP")?;
+    let irqchip = monotonic_ns();
     let mut vcpu = vm.create_vcpu(0).context("KVM_CREATE_VCPU")?;
     let mut sregs = vcpu.get_sregs().context("KVM_GET_SREGS")?;
     (sregs.cs.base, sregs.cs.selector) = (0, 0);
@@ -69,5 +70,5 @@ pub fn run(main: u64) -> anyhow::Result<Steps> {
     let first_exit = monotonic_ns();
     let stamped = matches!(&exit, VcpuExit::IoOut(port, [STAMP]) if *port == u16::from(DEBUG_PORT));
     ensure!(stamped, "the first exit is {exit:?}, not the guest's stamp");
-    Ok(Steps { main, vm: vm_created, irqchip, memory: memory_mapped, vcpu: vcpu_ready, first_exit })
+    Ok(Steps { main, vm: vm_created, memory: memory_mapped, irqchip, vcpu: vcpu_ready, first_exit })
 }

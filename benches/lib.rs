@@ -8,5 +8,6 @@ pub mod peer;
 pub mod process;
 pub mod report;
 pub mod rounds;
+pub mod saved;
 pub mod tiny_guest;
 pub mod vmm;

@@ -36,16 +36,47 @@ pub const CODE: &[u8] = &[
     0xf4, 0xeb, 0xfd,                           // hlt; jmp hlt
 ];
 
-/// The ELF file.
+/// Where `cube-vmm` has the generation id: in a page of its own at the end of the ACPI area.
+pub const GENERATION: u32 = 0xf_f000;
+
+/// Prints one byte, then says that it runs, again and again, until the generation id is another: then
+/// it has been restored, and ends. 32-bit, so for the PVH entry only.
+#[rustfmt::skip]
+pub const UNTIL_RESTORED: &[u8] = &[
+    0x66, 0xba, 0xf8, 0x03, 0xb0, b'x', 0xee,   // mov dx, 0x3f8; mov al, 'x'; out dx, al
+    0x8b, 0x1d, 0x00, 0xf0, 0x0f, 0x00,         // mov ebx, [GENERATION]
+    // again:
+    0xb0, STAMP, 0xe6, DEBUG_PORT,              // mov al, STAMP; out DEBUG_PORT, al
+    0x3b, 0x1d, 0x00, 0xf0, 0x0f, 0x00,         // cmp ebx, [GENERATION]
+    0x74, 0xf4,                                 // je again
+    0xb0, STAMP, 0xe6, DEBUG_PORT,              // mov al, STAMP; out DEBUG_PORT, al
+    0x66, 0xba, 0x00, 0x06, 0xb0, 0x34, 0xee,   // mov dx, 0x600; mov al, S5 | enable; out dx, al
+    0xb0, 0xfe, 0xe6, 0x64,                     // mov al, 0xfe; out 0x64, al
+    0xf4, 0xeb, 0xfd,                           // hlt; jmp hlt
+];
+
+/// Prints one byte and sleeps for ever.
+#[rustfmt::skip]
+pub const IDLE: &[u8] = &[
+    0x66, 0xba, 0xf8, 0x03, 0xb0, b'x', 0xee,   // mov dx, 0x3f8; mov al, 'x'; out dx, al
+    0xf4, 0xeb, 0xfd,                           // hlt; jmp hlt
+];
+
+/// The ELF file of [`CODE`].
 pub fn image() -> Vec<u8> {
+    image_of(CODE)
+}
+
+/// An ELF file of these instructions.
+pub fn image_of(code: &[u8]) -> Vec<u8> {
     let note = note();
     let mut file = elf_header();
-    file.extend(program_header(PT_LOAD, CODE_OFFSET, CODE.len(), 0x1000));
+    file.extend(program_header(PT_LOAD, CODE_OFFSET, code.len(), 0x1000));
     file.extend(program_header(PT_NOTE, NOTE_OFFSET, note.len(), 4));
     file.resize(NOTE_OFFSET, 0);
     file.extend(note);
     file.resize(CODE_OFFSET, 0);
-    file.extend(CODE);
+    file.extend(code);
     file
 }
 

@@ -30,7 +30,15 @@ pub struct Ground(TempDir);
 impl Ground {
     /// Makes it.
     pub fn new() -> anyhow::Result<Self> {
-        let ground = Self(tempfile::tempdir()?);
+        Self::new_in(None)
+    }
+
+    /// Makes it in a folder.
+    pub fn new_in(folder: Option<&Path>) -> anyhow::Result<Self> {
+        let ground = Self(match folder {
+            Some(folder) => tempfile::tempdir_in(folder)?,
+            None => tempfile::tempdir()?,
+        });
         fs::write(ground.guest(), tiny_guest::image())?;
         Ok(ground)
     }
@@ -68,8 +76,8 @@ pub fn bare() -> anyhow::Result<Trial> {
     let marks = [
         ("main", steps.main),
         ("vm", steps.vm),
-        ("interrupt controllers", steps.irqchip),
         ("memory", steps.memory),
+        ("interrupt controllers", steps.irqchip),
         ("vcpu", steps.vcpu),
         (FIRST_INSTRUCTION, steps.first_exit),
     ];
@@ -124,14 +132,15 @@ impl Boot {
 }
 
 /// Reads the trace and removes it, so that it cannot be taken for that of the next run.
-fn take_ladder(trace: &Path) -> anyhow::Result<Ladder> {
+pub fn take_ladder(trace: &Path) -> anyhow::Result<Ladder> {
     let ladder = Ladder::read(trace);
     // Not there: then reading has failed, too, and says so.
     let _ = fs::remove_file(trace);
     ladder
 }
 
-fn marks(ladder: &Ladder, spawned_ns: u64) -> Vec<(String, u64)> {
+/// The steps of a ladder, since the process was started.
+pub fn marks(ladder: &Ladder, spawned_ns: u64) -> Vec<(String, u64)> {
     let since = |stamp: &crate::ladder::Stamp| {
         (stamp.name.clone(), stamp.monotonic_ns.saturating_sub(spawned_ns))
     };

@@ -18,6 +18,8 @@ mod ends;
 mod generation;
 #[path = "api/hostile.rs"]
 mod hostile;
+#[path = "api/identity.rs"]
+mod identity;
 #[path = "api/metrics.rs"]
 mod metrics;
 #[path = "api/plug.rs"]
@@ -41,6 +43,7 @@ fn main() -> ExitCode {
         generation::trials(),
         vhost_user::trials(),
         snapshot::trials(),
+        identity::trials(),
     ];
     harness::lab::run_here_or_in_lab(modules.into_iter().flatten().collect())
 }

@@ -9,6 +9,8 @@ use std::process::ExitCode;
 
 #[path = "devices/balloon.rs"]
 mod balloon;
+#[path = "devices/cycles.rs"]
+mod cycles;
 #[path = "devices/fio.rs"]
 mod fio;
 #[path = "devices/link.rs"]
@@ -31,6 +33,7 @@ fn main() -> ExitCode {
         together::trials(),
         storage::trials(),
         fio::trials(),
+        cycles::trials(),
     ];
     harness::lab::run_here_or_in_lab(modules.into_iter().flatten().collect())
 }

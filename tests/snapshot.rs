@@ -8,114 +8,13 @@
 #![allow(clippy::unwrap_used, clippy::panic, missing_docs, reason = "tests fail by panics")]
 
 use std::fs::{self, File};
-use std::io::Write;
-use std::path::{Path, PathBuf};
+use std::path::Path;
 use std::thread;
 use std::time::Duration;
 
-use harness::{Ended, Place, Running, eventually, image};
+use harness::counter::{Counter, before, follows, goes_on, may_skip};
+use harness::eventually;
 use nix::sys::signal::Signal;
-
-/// Counts, prints, and says '!' for ever once register and memory differ.
-#[rustfmt::skip]
-const COUNT: &[u8] = &[
-    0x31, 0xc9,                         // xor ecx,ecx
-    0xbb, 0x00, 0x00, 0x20, 0x00,       // mov ebx,0x200000
-    0x66, 0xba, 0xf8, 0x03,             // mov dx,0x3f8
-    // next:
-    0x48, 0xff, 0xc1,                   // inc rcx
-    0x48, 0xff, 0x03,                   // inc QWORD PTR [rbx]
-    0x48, 0x3b, 0x0b,                   // cmp rcx,QWORD PTR [rbx]
-    0x75, 0x12,                         // jne bad
-    0x89, 0xc8,                         // mov eax,ecx
-    0x24, 0x0f,                         // and al,0xf
-    0x04, b'a',                         // add al,'a'
-    0xee,                               // out dx,al
-    0xbe, 0xd0, 0x07, 0x00, 0x00,       // mov esi,2000
-    // wait:
-    0xff, 0xce,                         // dec esi
-    0x75, 0xfc,                         // jne wait
-    0xeb, 0xe3,                         // jmp next
-    // bad:
-    0xb0, b'!',                         // mov al,'!'
-    0xee,                               // out dx,al
-    0xeb, 0xfb,                         // jmp bad
-];
-
-/// Says whether there is no KVM and that may be.
-fn may_skip() -> bool {
-    let allowed = std::env::var("CUBE_ALLOW_SKIP").unwrap_or_default();
-    let skip = allowed.split([',', ' ']).any(|word| word == "kvm");
-    let skip = skip && File::open("/dev/kvm").is_err();
-    if skip {
-        let test = thread::current().name().unwrap_or("test").to_owned();
-        // To the stream itself: the test harness would swallow it from `eprintln`.
-        let _ = writeln!(std::io::stderr(), "\x1b[1;31mSKIPPED {test}: no /dev/kvm\x1b[0m");
-    }
-    skip
-}
-
-/// A place with a counting guest and the name of a snapshot.
-struct Counter {
-    place: Place,
-    dir: PathBuf,
-}
-
-impl Counter {
-    fn new() -> Self {
-        let place = Place::new();
-        let dir = place.given_path("snapshot");
-        Self { place, dir }
-    }
-
-    fn start(&self, transport: &str) -> Running {
-        let kernel = self.place.given("guest", image::kernel(COUNT));
-        let disk = self.place.given("disk", vec![7; 1 << 20]);
-        let disk = format!("path={disk},id=data");
-        let call = self.place.call(["start", "--api-socket", "api", "--memory", "64M"]);
-        let call = call.arguments(["--kernel", &kernel, "--initrd", &kernel, "--disk", &disk]);
-        let call = call.arguments(["--boot-protocol", "linux", "--console", "serial"]);
-        let call = call.arguments(["--transport", transport, "--boot-timeout", "1000000"]);
-        let running = call.start();
-        running.stderr.wait_for("abcdefghijklmnopabcdefghijklmnop");
-        running
-    }
-
-    fn ask(&self, words: &[&str]) -> Ended {
-        let (command, arguments) = words.split_first().unwrap();
-        self.place.call([command, "--api-socket"]).arguments(arguments).end()
-    }
-
-    fn dir(&self) -> &str {
-        self.dir.to_str().unwrap()
-    }
-
-    fn restore(&self, api: &str, options: &[&str]) -> Running {
-        let call = self.place.call(["restore", self.dir(), "--api-socket", api]);
-        call.arguments(options).start()
-    }
-
-    fn end(&self, api: &str, running: Running) -> String {
-        self.ask(&["stop", api, "--how", "kill"]).output(0);
-        let ended = running.end();
-        assert_eq!(ended.code, 0, "{ended:?}");
-        ended.stderr
-    }
-}
-
-/// What was printed is the alphabet, without a gap, from after `last` on; its last letter.
-fn follows(last: char, printed: &str) -> char {
-    let next = |letter: char| if letter == 'p' { 'a' } else { (letter as u8 + 1) as char };
-    printed.chars().fold(last, |last, letter| {
-        assert_eq!(letter, next(last), "after {last:?} in {printed:?}");
-        letter
-    })
-}
-
-fn goes_on(running: &Running) {
-    let before = running.stderr.so_far().len();
-    eventually("the guest goes on", || running.stderr.so_far().len() > before + 40);
-}
 
 fn one_guest_becomes_two(transport: &str) {
     if may_skip() {
@@ -126,10 +25,8 @@ fn one_guest_becomes_two(transport: &str) {
     counter.ask(&["snapshot", "api", counter.dir(), "--keep-paused"]).output(0);
     let last = follows('a', &counter.end("api", original));
 
-    let second = counter.place.given("second", vec![7; 1 << 20]);
-    let other = format!("disk:data={second}");
     let one = counter.restore("one", &["--resume"]);
-    let two = counter.restore("two", &["--resume", "--override", &other]);
+    let two = counter.restore("two", &["--resume"]);
     goes_on(&one);
     goes_on(&two);
     for (api, running) in [("one", one), ("two", two)] {
@@ -176,14 +73,6 @@ fn a_guest_that_is_saved_goes_on_and_its_copies_can_be_saved_in_turn() {
     }
 }
 
-/// The letter that came before the first one.
-fn before(printed: &str) -> char {
-    match printed.chars().next().unwrap() {
-        'a' => 'p',
-        letter => (letter as u8 - 1) as char,
-    }
-}
-
 #[test]
 fn a_snapshot_that_fails_leaves_nothing_and_the_guest_goes_on() {
     if may_skip() {
@@ -193,11 +82,12 @@ fn a_snapshot_that_fails_leaves_nothing_and_the_guest_goes_on() {
     let original = counter.start("mmio");
     let taken = counter.place.given_folder("taken");
     let half = counter.place.given_folder("half.tmp");
+    fs::write(Path::new(&half).join("thesis"), "mine").unwrap();
     let beside = Path::new(&half).with_file_name("half");
     let missing = counter.place.given_path("missing").join("snapshot");
     for (dir, why) in [
         (taken.as_str(), "exists"),
-        (beside.to_str().unwrap(), "half.tmp exists"),
+        (beside.to_str().unwrap(), "half.tmp exists and has \"thesis\" in it"),
         (missing.to_str().unwrap(), "cannot be written"),
         ("/", "no name"),
     ] {
@@ -228,8 +118,7 @@ fn a_vmm_that_dies_while_it_writes_leaves_no_half_snapshot() {
         let exists = counter.dir.exists();
         assert!(exists || !answered, "round {round}");
         if exists {
-            let other = counter.place.given("other", vec![7; 1 << 20]);
-            let copy = counter.restore("copy", &["--override", &format!("disk:data={other}")]);
+            let copy = counter.restore("copy", &[]);
             eventually("it answers", || counter.ask(&["info", "copy"]).code == 0);
             counter.ask(&["resume", "copy"]).output(0);
             goes_on(&copy);
@@ -255,7 +144,10 @@ fn what_is_no_snapshot_is_refused_and_leaves_nothing() {
     let refused = |options: &[&str], why: &[&str]| {
         counter.restore("copy", options).end().assert_refused(why);
     };
-    refused(&[], &["given/disk", "in use"]);
+    refused(
+        &["--override", &format!("disk:data={}", counter.place.given_path("disk").display())],
+        &["in use"],
+    );
     refused(&["--override", "disk:none=/dev/zero"], &["none"]);
     refused(&["--override", "tpm:a=b"], &["tpm:a=b"]);
     counter.end("api", original);

@@ -1,13 +1,14 @@
 //! The way from this process to the agent in the guest, and the agent's hello.
 
 use std::io;
-use std::time::{Duration, SystemTime, UNIX_EPOCH};
+use std::time::{Duration, Instant};
 
-use devices::virtio::rng::host_entropy;
 use devices::virtio::vsock::{VsockHandle, VsockListener};
-use guest_protocol::{Client, Connect, Hello, READY_PORT, Renew, frame};
+use guest_protocol::{Client, Connect, Error, Hello, READY_PORT, frame};
 
+use crate::command::guest_command::with_causes;
 use crate::event::{Event, Events};
+use crate::identity::Identity;
 
 /// How long a guest that has connected may take to say hello.
 const HELLO_TIMEOUT: Duration = Duration::from_secs(5);
@@ -33,46 +34,46 @@ pub fn watch_for_hello(vsock: &VsockHandle, events: Events) -> io::Result<()> {
     Ok(())
 }
 
-/// Attempts to reach the agent of a restored guest, and the pause between them.
-const ATTEMPTS: u32 = 600;
-const BETWEEN: Duration = Duration::from_millis(100);
+/// How long the agent of a restored guest may take to answer.
+const PATIENCE: Duration = Duration::from_secs(60);
+/// The first pause between attempts to reach it, which doubles up to the second.
+const PAUSES: [Duration; 2] = [Duration::from_millis(1), Duration::from_millis(100)];
 
-/// Makes a restored guest one of its own, on a thread: gives it fresh randomness and the time of
-/// day. Then it is ready, as it was when it said `hello`.
-pub fn renew(vsock: &VsockHandle, hello: Hello, events: Events) {
+/// Makes a restored guest one of its own, on a thread. Then it is ready, as it was when it said
+/// `hello`, which the control thread hears, or that it is not.
+pub fn renew(vsock: &VsockHandle, hello: Hello, identity: Identity, events: Events) {
     let guest = Guest(vsock.clone());
+    let sender = events.clone();
     let ask = move || {
-        for _ in 0..ATTEMPTS {
-            match ask_to_renew(guest.clone()) {
-                Ok(()) => {
-                    events.send(Event::Ready(hello));
-                    return;
+        let (started, [mut pause, longest]) = (Instant::now(), PAUSES);
+        while events.outcome().is_none() {
+            match ask_to_renew(guest.clone(), &identity) {
+                Ok(()) => return events.send(Event::Ready(hello)),
+                // It has answered, and would answer the same again.
+                Err(error @ Error::Refused { .. }) => {
+                    return events.send(Event::NotReady(format!("its agent refused: {error}")));
+                }
+                Err(error) if started.elapsed() > PATIENCE => {
+                    return events.send(Event::NotReady(with_causes(&error)));
                 }
                 Err(error) => tracing::debug!(%error, "the restored guest is not ready"),
             }
-            if events.outcome().is_some() {
-                return;
-            }
-            std::thread::sleep(BETWEEN);
+            std::thread::sleep(pause);
+            pause = (pause * 2).min(longest);
         }
-        tracing::warn!("the agent of the restored guest does not answer");
+        false
     };
     let thread = std::thread::Builder::new().name("renew".to_owned()).stack_size(128 * 1024);
     if let Err(error) = thread.spawn(ask) {
-        tracing::warn!(%error, "the restored guest is not told that it is one");
+        sender.send(Event::NotReady(format!("no thread to tell it: {error}")));
     }
 }
 
-fn ask_to_renew(guest: Guest) -> Result<(), guest_protocol::Error> {
+fn ask_to_renew(guest: Guest, identity: &Identity) -> Result<(), Error> {
     let mut client = Client::connect(guest)?;
-    let mut entropy = vec![0; 64];
-    if let Err(error) = host_entropy(&mut entropy) {
-        tracing::warn!(%error, "no randomness for the restored guest");
-        entropy.clear();
-    }
-    let now = SystemTime::now().duration_since(UNIX_EPOCH).ok();
-    let unix_nanos = now.and_then(|now| u64::try_from(now.as_nanos()).ok());
-    client.renew(Renew { unix_nanos, entropy, hostname: None })
+    // The time is that of this attempt.
+    client.renew(identity.renew())?;
+    identity.configure().map_or(Ok(()), |configure| client.configure(configure))
 }
 
 fn watch(listener: &VsockListener, events: &Events) {

@@ -10,6 +10,7 @@
 //! ← {"reply":"error","kind":"illegal","message":"pause is not legal while the VM is paused"}
 //! ```
 
+use std::collections::BTreeMap;
 use std::path::PathBuf;
 
 use devices::virtio::net::NetOption;
@@ -19,6 +20,8 @@ use serde::{Deserialize, Serialize};
 use crate::config::{DiskConfig, VmConfig};
 use crate::disks::DiskInfo;
 use crate::metrics::Family;
+use crate::snapshot::folder::Durability;
+use crate::snapshot::manifest::SavedDisk;
 use crate::state::VmState;
 
 /// Longest request line in bytes.
@@ -43,16 +46,9 @@ pub enum Request {
     /// Goes on after a pause. Legal while paused. Answer: [`Reply::Done`].
     Resume {},
     /// Writes the VM into a folder, from which `cube-vmm restore` makes VMs. Legal while running or
-    /// paused. Answer: [`Reply::Done`] when the folder is complete. If it fails, nothing is left of
-    /// it, and the VM goes on if it ran. Disks are referred to by path: who wants to restore it
-    /// keeps them as they are by then.
-    Snapshot {
-        /// The folder; must not exist. An absolute path, unless who asks stands where the VM does.
-        dir: PathBuf,
-        /// Leaves the VM paused.
-        #[serde(default)]
-        keep_paused: bool,
-    },
+    /// paused. Answer: [`Reply::Saved`] when the folder is complete. If it fails, nothing is left of
+    /// it, and the VM goes on if it ran.
+    Snapshot(SnapshotRequest),
     /// Asks the guest for memory: sets the size that its balloon shall grow or shrink to. Legal
     /// while running, on a VM with a balloon. Answer: [`Reply::Done`] when the guest has been
     /// asked; [`Info::balloon`] tells how far it is.
@@ -92,6 +88,77 @@ pub enum Request {
         #[serde(default = "default_stop_timeout")]
         timeout_ms: u64,
     },
+}
+
+/// How a snapshot is taken. Paths are absolute, unless who asks stands where the VM does.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(deny_unknown_fields)]
+pub struct SnapshotRequest {
+    /// The folder; must not exist.
+    pub dir: PathBuf,
+    /// Leaves the VM paused.
+    #[serde(default)]
+    pub keep_paused: bool,
+    /// What it survives when the answer comes.
+    #[serde(default)]
+    pub durability: Durability,
+    /// Writes only the pages of memory that differ from this snapshot of the same VM.
+    #[serde(default)]
+    pub diff_of: Option<PathBuf>,
+    /// Tracks which pages the guest writes to from now on, so that the next difference need not
+    /// look for them. A difference always does.
+    #[serde(default)]
+    pub track: bool,
+    /// Where the copies of disks go, by the name of the disk: a file that does not exist, or
+    /// `none`. Not given: into the folder, for each disk that can be written.
+    #[serde(default)]
+    pub disk_clones: BTreeMap<String, PathBuf>,
+}
+
+impl SnapshotRequest {
+    /// A whole snapshot in `dir`, with nothing special.
+    pub fn new(dir: impl Into<PathBuf>) -> Self {
+        Self {
+            dir: dir.into(),
+            keep_paused: false,
+            durability: Durability::default(),
+            diff_of: None,
+            track: false,
+            disk_clones: BTreeMap::new(),
+        }
+    }
+}
+
+/// What a snapshot has cost.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+pub struct SnapshotReport {
+    /// The id of the snapshot.
+    pub id: String,
+    /// How long the guest stood still for it, in microseconds. Nothing if it was paused before, or
+    /// still is.
+    pub paused_us: Option<u64>,
+    /// How long all of it took, in microseconds.
+    pub total_us: u64,
+    /// How it was known which pages of memory to write.
+    pub memory: MemoryMethod,
+    /// Bytes of memory that were written.
+    pub memory_bytes: u64,
+    /// The copies of disks.
+    pub disks: Vec<SavedDisk>,
+}
+
+/// How it was known which pages of memory to write.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(rename_all = "snake_case")]
+pub enum MemoryMethod {
+    /// All that are not zeros.
+    Whole,
+    /// Those that KVM and the VMM have logged.
+    Log,
+    /// Those that the guest has of its own instead of the page of the snapshot it was made of.
+    Mapping,
+    /// Those that differ from the other snapshot, which was read. The slowest.
+    Compared,
 }
 
 /// Milliseconds that [`Request::Stop`] gives the guest by default.
@@ -141,6 +208,8 @@ pub enum Reply {
         /// Lines, each with its end.
         text: String,
     },
+    /// To [`Request::Snapshot`].
+    Saved(Box<SnapshotReport>),
     /// Refused, or failed.
     Error {
         /// For programs.

@@ -30,19 +30,21 @@ use crate::boot::kernel::{InitrdFile, KernelError, KernelFile, LoadedKernel};
 use crate::boot::linux::BootInfo;
 use crate::boot::tables::{self, Description, TablesError};
 use crate::config::{ConfigError, TransportKind, VmConfig};
-use crate::console::ConsoleLog;
+use crate::console::{ConsoleLog, ConsoleSink};
 use crate::disks::OpenedDisk;
 use crate::event::Events;
 use crate::generation::{Generation, GenerationError};
 use crate::kvm::{Host, KvmError, VmHandle};
 use crate::memory::{MemoryError, Sharing};
 use crate::snapshot::load::Saved;
+use crate::snapshot::paging::{self, Loaded, Lost, MemoryMode, PagingError};
 use crate::snapshot::restore::ApplyError;
+use crate::snapshot::tracking::Tracking;
 use crate::state::VmState;
 use crate::trace::{Ladder, step};
 use crate::vcpu::{Machine, Vcpu, VcpuError, install_kick_signal};
 use crate::vm::Vm;
-use crate::wiring::{LateHandle, Legacy, PlacedPmem, Wiring, console};
+use crate::wiring::{LateHandle, Legacy, PlacedPmem, Wiring, console, place_pmem};
 use crate::{cpu, layout, memory};
 
 /// Why a VM could not be built. Nothing is left behind.
@@ -85,6 +87,8 @@ pub enum BuildError {
     Slot(#[from] SlotError),
     #[error(transparent)]
     Apply(#[from] ApplyError),
+    #[error(transparent)]
+    Paging(#[from] PagingError),
     #[error("device {id} cannot be made: {source}")]
     Device { id: DeviceId, source: StartError },
     #[error("boot structures cannot be written to guest memory: {0}")]
@@ -104,6 +108,13 @@ struct Files {
     net: Vec<(NetConfig, Vec<Tap>)>,
 }
 
+/// The files of devices, in their places.
+struct DeviceFiles {
+    disks: Vec<OpenedDisk>,
+    net: Vec<(NetConfig, Vec<Tap>)>,
+    pmem: Vec<PlacedPmem>,
+}
+
 struct BootFiles {
     kernel: KernelFile,
     initrd: Option<InitrdFile>,
@@ -116,21 +127,21 @@ impl BootFiles {
         Ok(Self { kernel, initrd })
     }
 
-    fn load(self, memory: &Memory, config: &VmConfig) -> Result<Loaded, BuildError> {
+    fn load(self, memory: &Memory, config: &VmConfig) -> Result<LoadedBoot, BuildError> {
         let kernel = self.kernel.load(memory, config.boot_protocol)?;
         let initrd = self.initrd.map(|file| file.load(memory, kernel.end)).transpose()?;
-        Ok(Loaded { kernel, initrd })
+        Ok(LoadedBoot { kernel, initrd })
     }
 }
 
 /// What a guest boots from, in its memory.
-struct Loaded {
+struct LoadedBoot {
     kernel: LoadedKernel,
     /// Address and length.
     initrd: Option<(u64, u64)>,
 }
 
-impl Loaded {
+impl LoadedBoot {
     /// Writes the tables that the kernel finds the machine by; where the guest starts.
     fn describe(
         self,
@@ -182,6 +193,8 @@ pub struct Observers {
     pub stamp_entry: bool,
     /// The control thread.
     pub events: Events,
+    /// Where the console is shown, if it is.
+    pub console: ConsoleSink,
 }
 
 /// The part of the VM that is in the kernel.
@@ -196,19 +209,36 @@ pub fn build(config: &VmConfig, observers: &Observers) -> Result<Vm, BuildError>
     build_from(config, observers, None)
 }
 
+/// What a VM is restored from.
+pub struct Restoration {
+    /// The snapshot.
+    pub saved: Saved,
+    /// How its memory comes in.
+    pub mode: MemoryMode,
+    /// Called when it does not any more.
+    pub lost: Lost,
+}
+
 /// Builds a VM that is paused where the saved one was. `config` is the saved one, or differs from it
 /// in what a guest does not see: paths.
-pub fn restore(config: &VmConfig, observers: &Observers, saved: Saved) -> Result<Vm, BuildError> {
-    build_from(config, observers, Some(saved))
+pub fn restore(
+    config: &VmConfig,
+    observers: &Observers,
+    from: Restoration,
+) -> Result<Vm, BuildError> {
+    build_from(config, observers, Some(from))
 }
 
 fn build_from(
     config: &VmConfig,
     observers: &Observers,
-    saved: Option<Saved>,
+    from: Option<Restoration>,
 ) -> Result<Vm, BuildError> {
     config.validate()?;
-    let files = Files::open(config, saved.is_none())?;
+    if let Some(from) = &from {
+        from.saved.state.check_processor()?;
+    }
+    let files = Files::open(config, from.is_none())?;
     install_kick_signal()?;
     let (memory_to_kvm, memory_for_kvm) = sync_channel(1);
     let ladder = &observers.ladder;
@@ -220,22 +250,29 @@ fn build_from(
             .map_err(|source| BuildError::Host { what: "thread", source })?;
         let bytes = config.memory.bytes();
         let sharing = if config.shares_memory() { Sharing::Shared } else { Sharing::Private };
-        let (memory, state) = match saved {
-            Some(saved) => (memory::from_image(bytes, saved.memory)?, Some(saved.state)),
-            None => (memory::mapped(bytes, sharing)?, None),
+        let (Loaded { memory, pager }, state) = match from {
+            Some(Restoration { saved, mode, lost }) => {
+                let tracking = Tracking::restored_from(saved.manifest.id);
+                (paging::load(&mode, bytes, saved.memory, lost)?, Some((saved.state, tracking)))
+            }
+            None => (Loaded { memory: memory::mapped(bytes, sharing)?, pager: None }, None),
         };
         ladder.mark(step::MEMORY_MAPPED);
         // Fails only if KVM did, which is told when that thread is joined.
-        let _ = memory_to_kvm.send(memory.clone());
+        let pmem = place_pmem(config, files.pmem);
+        let _ = memory_to_kvm.send((memory.clone(), pmem.clone()));
         drop(memory_to_kvm);
-        let places = state.as_ref().and_then(|state| Some(state.pci.as_ref()?.places()));
-        let parts = Parts::make(config, files, &memory, observers, places)?;
+        let places = state.as_ref().and_then(|(state, _)| Some(state.pci.as_ref()?.places()));
+        let devices = DeviceFiles { disks: files.disks, net: files.net, pmem };
+        let parts = Parts::make(config, files.boot, devices, (&memory, places), observers)?;
         let in_kernel = in_kernel.join().map_err(|_| BuildError::Lost)??;
-        if let Some(state) = &state {
+        if let Some((state, _)) = &state {
             state.check_features(&in_kernel.cpuid)?;
         }
         let mut vm = parts.join(config, in_kernel, observers, &memory)?;
-        if let Some(state) = state {
+        vm.pager = pager;
+        if let Some((state, tracking)) = state {
+            vm.tracking = tracking;
             vm.restore(state)?;
         }
         Ok(vm)
@@ -244,19 +281,24 @@ fn build_from(
 
 fn make_in_kernel(
     cpus: u32,
-    memory: &Receiver<Memory>,
+    memory: &Receiver<(Memory, Vec<PlacedPmem>)>,
     ladder: &Ladder,
 ) -> Result<InKernel, BuildError> {
     let host = Host::open()?;
     host.check_capabilities()?;
     let handle = host.create_vm()?;
+    // Not sent when mapping it failed, which the other side reports.
+    let (memory, pmem) = memory.recv().map_err(|_| BuildError::Lost)?;
+    // Before the interrupt controllers: they leave the kernel with something to do after a grace
+    // period, and each change of memory slots would wait for the end of that, some milliseconds.
+    let ram_slots = handle.map_memory(&memory)?;
+    for (slot, pmem) in (ram_slots..).zip(&pmem) {
+        handle.map_pmem(slot, pmem)?;
+    }
     handle.create_irqchip()?;
     ladder.mark(step::VM_CREATED);
     let cpuid = cpu::supported(host.kvm())?;
     let vcpus = (0..cpus).map(|id| handle.create_vcpu(id)).collect::<Result<_, _>>()?;
-    // Not sent when mapping it failed, which the other side reports.
-    let memory = memory.recv().map_err(|_| BuildError::Lost)?;
-    handle.map_memory(&memory)?;
     Ok(InKernel { handle, vcpus, cpuid })
 }
 
@@ -279,16 +321,16 @@ struct Parts<'a> {
 impl<'a> Parts<'a> {
     fn make(
         config: &VmConfig,
-        files: Files,
-        memory: &'a Memory,
+        boot: Option<BootFiles>,
+        files: DeviceFiles,
+        (memory, places): (&'a Memory, Option<BTreeMap<String, u8>>),
         observers: &Observers,
-        places: Option<BTreeMap<String, u8>>,
     ) -> Result<Self, BuildError> {
-        let loaded = files.boot.map(|boot| boot.load(memory, config)).transpose()?;
+        let loaded = boot.map(|boot| boot.load(memory, config)).transpose()?;
         observers.ladder.mark(step::KERNEL_LOADED);
 
         let executor = Executor::spawn("vmm-loop")?;
-        let console = console(config)?;
+        let console = console(config, &observers.console)?;
         let handle = LateHandle::default();
         let mut wiring =
             Wiring::new(config, memory, executor.handle(), handle.clone(), &observers.events)?;
@@ -302,8 +344,8 @@ impl<'a> Parts<'a> {
         wiring.console(config, &console)?;
         wiring.net(files.net)?;
         let balloon = wiring.balloon(config)?;
-        let pmem = wiring.pmem(config, files.pmem)?;
-        let describe = |loaded: Loaded| loaded.describe(config, &wiring, memory, observers);
+        wiring.pmem(&files.pmem)?;
+        let describe = |loaded: LoadedBoot| loaded.describe(config, &wiring, memory, observers);
         let entry = loaded.map(describe).transpose()?;
         Ok(Self {
             wiring,
@@ -313,7 +355,7 @@ impl<'a> Parts<'a> {
             generation,
             vsock,
             balloon,
-            pmem,
+            pmem: files.pmem,
             legacy,
             entry,
             handle,
@@ -331,10 +373,6 @@ impl<'a> Parts<'a> {
         let handle = Arc::new(in_kernel.handle);
         for (gsi, event) in &self.wiring.lines {
             handle.connect_interrupt(*gsi, event)?;
-        }
-        let ram_slots = layout::ram_regions(config.memory.bytes()).len() as u32;
-        for (slot, pmem) in (ram_slots..).zip(&self.pmem) {
-            handle.map_pmem(slot, pmem)?;
         }
         // Was empty: this is the only place that sets it.
         let _ = self.handle.set(handle.clone());
@@ -373,7 +411,9 @@ impl<'a> Parts<'a> {
             vsock: self.vsock,
             balloon: self.balloon,
             _pmem: self.pmem,
+            pager: None,
             state: VmState::Created,
+            tracking: Tracking::default(),
         })
     }
 }

@@ -7,6 +7,7 @@
 use std::collections::VecDeque;
 use std::io::{self, Write};
 use std::os::fd::AsFd;
+use std::path::PathBuf;
 use std::sync::mpsc::{SyncSender, TrySendError, sync_channel};
 use std::sync::{Arc, Mutex, PoisonError};
 
@@ -19,6 +20,18 @@ use nix::poll::{PollFd, PollFlags, PollTimeout};
 const KEPT: usize = 32 * 1024;
 /// Pieces on their way to a slow reader.
 const QUEUE: usize = 4096;
+
+/// Where the output of a console that is shown goes.
+#[derive(Clone, Debug, Default, PartialEq, Eq)]
+pub enum ConsoleSink {
+    /// This process's standard error.
+    #[default]
+    Stderr,
+    /// A file, at whose end it is written.
+    File(PathBuf),
+    /// It is only kept.
+    Nowhere,
+}
 
 /// Where console output goes. Clones share it.
 #[derive(Clone, Default)]

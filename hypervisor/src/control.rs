@@ -3,19 +3,22 @@
 //! Every command that holds a VM waits in [`Control::next`], which carries out the api requests
 //! and tells what else has happened.
 
-use std::path::Path;
 use std::sync::mpsc::{Receiver, SyncSender};
 use std::time::{Duration, Instant};
 
 use guest_protocol::{Client, Hello, PowerOff};
 
 use crate::agent::{self, Guest};
-use crate::api::{BalloonInfo, ErrorKind, Info, MetricsFormat, Reply, Request, StopHow};
+use crate::api::{
+    BalloonInfo, ErrorKind, Info, MetricsFormat, Reply, Request, SnapshotReport, SnapshotRequest,
+    StopHow,
+};
 use crate::command::guest_command::with_causes;
 use crate::event::{Call, Event, Events};
+use crate::identity::Identity;
 use crate::metrics;
 use crate::outcome::Outcome;
-use crate::snapshot::save::SnapshotError;
+use crate::snapshot::save::{Job, SnapshotError};
 use crate::state;
 use crate::vcpu::VcpuError;
 use crate::vm::Vm;
@@ -27,6 +30,8 @@ pub enum Happening {
     Ended(Outcome),
     /// The agent says hello for the first time.
     Ready,
+    /// A restored guest does not get ready, for this reason.
+    NotReady(String),
     /// What was waited for outside the VM is over.
     Finished,
     /// This process got a signal.
@@ -40,9 +45,12 @@ pub struct Control {
     vm: Vm,
     events: Events,
     receiver: Receiver<Event>,
+    /// What the agent of a guest that is ready has said.
     hello: Option<Hello>,
-    /// What the agent of a restored guest had said, until it is told that it is another.
-    restored: Option<Hello>,
+    /// What the agent of a restored guest had said, if it had, before it was saved.
+    said: Option<Hello>,
+    /// Who a restored guest shall be, until it has been told.
+    identity: Option<Identity>,
     /// When a guest that was asked to end is ended by force.
     force_at: Option<Instant>,
 }
@@ -50,7 +58,7 @@ pub struct Control {
 impl Control {
     /// Takes over a VM.
     pub fn new(vm: Vm, events: Events, receiver: Receiver<Event>) -> Self {
-        Self { vm, events, receiver, hello: None, restored: None, force_at: None }
+        Self { vm, events, receiver, hello: None, said: None, identity: None, force_at: None }
     }
 
     /// The VM.
@@ -63,39 +71,62 @@ impl Control {
         self.vm.start()
     }
 
-    /// Takes over a VM that was restored, whose agent had said `hello`.
+    /// Takes over a VM that was restored, whose agent had said `hello`, and who it shall be.
     #[must_use]
-    pub fn restored(mut self, hello: Option<Hello>) -> Self {
-        self.restored = hello;
+    pub fn restored(mut self, hello: Option<Hello>, identity: Identity) -> Self {
+        self.said = hello;
+        self.identity = Some(identity);
         self
     }
 
     /// Lets the guest go on.
     pub fn resume(&mut self) -> Result<(), VcpuError> {
         self.vm.resume()?;
-        if let Some(hello) = self.restored.take() {
-            agent::renew(self.vm.vsock(), hello, self.events.clone());
+        if let Some(hello) = self.said.clone() {
+            self.identify(hello);
         }
         Ok(())
     }
 
-    fn snapshot(&mut self, dir: &Path, keep_paused: bool) -> Result<(), SnapshotError> {
+    /// Tells a restored guest who it is, if it has not been told; false if it has, or is no such.
+    fn identify(&mut self, hello: Hello) -> bool {
+        let Some(identity) = self.identity.take() else { return false };
+        agent::renew(self.vm.vsock(), hello, identity, self.events.clone());
+        true
+    }
+
+    fn snapshot(&mut self, request: &SnapshotRequest) -> Result<SnapshotReport, SnapshotError> {
         self.vm.collect_ejected();
-        let hello = self.restored.as_ref().or(self.hello.as_ref());
+        let job = Job::prepare(&self.vm, request)?;
+        let hello = self.hello.as_ref().or(self.said.as_ref());
         // A guest that has ended has its last access not behind it, and its end is on its way to us.
         let ended = || self.events.outcome().is_some();
-        if self.vm.state() == state::VmState::Paused {
-            return if ended() { Err(SnapshotError::Ended) } else { self.vm.snapshot(dir, hello) };
-        }
-        let paused = self.vm.pause()?;
-        if ended() {
+        let runs = self.vm.state() == state::VmState::Running;
+        let stopped = Instant::now();
+        let frozen = if runs {
+            let mut paused = self.vm.pause()?;
+            if ended() {
+                return Err(SnapshotError::Ended);
+            }
+            let frozen = paused.freeze(job, hello)?;
+            if request.keep_paused {
+                paused.keep();
+            }
+            frozen
+        } else if ended() {
             return Err(SnapshotError::Ended);
+        } else {
+            job.freeze(&mut self.vm, hello)?
+        };
+        let goes_on = runs && !request.keep_paused;
+        let finished = frozen.finish(goes_on.then(|| stopped.elapsed()));
+        match &finished {
+            Ok(report) => self.vm.saved(&report.id),
+            // It ran, and a snapshot that failed changes nothing.
+            Err(_) if runs && !goes_on => self.vm.resume()?,
+            Err(_) => {}
         }
-        paused.snapshot(dir, hello)?;
-        if keep_paused {
-            paused.keep();
-        }
-        Ok(())
+        finished
     }
 
     /// Waits for the next thing that happens, until `deadline`.
@@ -112,6 +143,11 @@ impl Control {
                     }
                 }
                 Some(Event::Ejected) => self.vm.collect_ejected(),
+                // Of a guest that was saved before its agent could say anything.
+                Some(Event::Ready(hello)) if self.identify(hello.clone()) => {
+                    self.said = Some(hello);
+                }
+                Some(Event::NotReady(reason)) => return Happening::NotReady(reason),
                 Some(Event::Ready(hello)) => {
                     if self.hello.replace(hello).is_none() {
                         return Happening::Ready;
@@ -175,8 +211,9 @@ impl Control {
             Request::Metrics { format } => answer(&reply, self.metrics(format)),
             Request::Pause {} => answer(&reply, self.pause()),
             Request::Resume {} => answer(&reply, done(self.resume())),
-            Request::Snapshot { dir, keep_paused } => {
-                answer(&reply, done(self.snapshot(&dir, keep_paused)));
+            Request::Snapshot(request) => {
+                let told = self.snapshot(&request).map(|report| Reply::Saved(Box::new(report)));
+                answer(&reply, told.unwrap_or_else(|failed| failure(&failed)));
             }
             Request::SetBalloon { bytes } => answer(&reply, self.set_balloon(bytes)),
             Request::NewGeneration {} => answer(&reply, done(self.vm.renew_generation())),
@@ -272,7 +309,11 @@ fn error(kind: ErrorKind, error: &impl std::fmt::Display) -> Reply {
 }
 
 fn done<E: std::error::Error>(result: Result<(), E>) -> Reply {
-    result.map_or_else(|failed| error(ErrorKind::Failed, &with_causes(&failed)), |()| Reply::Done)
+    result.map_or_else(|failed| failure(&failed), |()| Reply::Done)
+}
+
+fn failure(failed: &impl std::error::Error) -> Reply {
+    error(ErrorKind::Failed, &with_causes(failed))
 }
 
 fn answer(reply: &SyncSender<Reply>, with: Reply) {

@@ -3,6 +3,8 @@
 //! Each disk has a thread, whatever its engine: storage that does not answer then holds up that
 //! disk, and nothing else of the VM.
 
+use std::fs::File;
+
 use devices::executor::Executor;
 use devices::ids::DeviceId;
 use devices::virtio::VirtioDevice;
@@ -66,6 +68,8 @@ pub struct RunningDisk {
     pub id: DeviceId,
     /// What is told of it.
     pub info: DiskInfo,
+    /// What is behind it, unless another process serves it; for copies while the VM stands still.
+    pub(crate) file: Option<File>,
     _executor: Executor,
 }
 
@@ -91,7 +95,7 @@ impl OpenedDisk {
         let (id, engine, fallback) = (disk.id.clone(), open.engine.into(), open.fallback);
         let info = DiskInfo { id, engine, fallback, queues };
         let device = Block::new(executor.handle(), open.disk, config)?;
-        Ok(Self::new(Box::new(device), info, executor))
+        Ok(Self::new(Box::new(device), info, Some(open.file), executor))
     }
 
     fn connect(disk: &DiskConfig) -> Result<Self, BuildError> {
@@ -104,12 +108,17 @@ impl OpenedDisk {
             .map_err(|source| BuildError::DiskBackend { id: disk.id.clone(), source })?;
         let (id, engine) = (disk.id.clone(), DiskEngine::VhostUser);
         let info = DiskInfo { id, engine, fallback: None, queues };
-        Ok(Self::new(Box::new(device), info, executor))
+        Ok(Self::new(Box::new(device), info, None, executor))
     }
 
-    fn new(device: Box<dyn VirtioDevice>, info: DiskInfo, executor: Executor) -> Self {
+    fn new(
+        device: Box<dyn VirtioDevice>,
+        info: DiskInfo,
+        file: Option<File>,
+        executor: Executor,
+    ) -> Self {
         let id = DeviceId::new(info.id.clone());
-        Self { device, running: RunningDisk { id, info, _executor: executor } }
+        Self { device, running: RunningDisk { id, info, file, _executor: executor } }
     }
 
     /// The device, and what stays of the disk beside it.

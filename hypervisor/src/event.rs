@@ -30,6 +30,8 @@ pub enum Event {
     Call(Call),
     /// The agent has said hello.
     Ready(guest_protocol::Hello),
+    /// The agent of a restored guest cannot be reached, or has refused, for this reason.
+    NotReady(String),
     /// The guest has let go of PCI devices.
     Ejected,
     /// Something outside the VM that was waited for is over: the command of `run`.

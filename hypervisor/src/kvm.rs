@@ -10,11 +10,12 @@ use devices::memory::Memory;
 use devices::pci::msix::Message;
 use devices::virtio::transport::Doorbell;
 use kvm_bindings::{
-    KVM_IRQCHIP_IOAPIC, KVM_IRQCHIP_PIC_MASTER, KVM_IRQCHIP_PIC_SLAVE, KVM_MEM_READONLY,
-    kvm_clock_data, kvm_irqchip, kvm_msi, kvm_userspace_memory_region,
+    KVM_IRQCHIP_IOAPIC, KVM_IRQCHIP_PIC_MASTER, KVM_IRQCHIP_PIC_SLAVE, KVM_MEM_LOG_DIRTY_PAGES,
+    KVM_MEM_READONLY, kvm_clock_data, kvm_irqchip, kvm_msi, kvm_userspace_memory_region,
 };
 use kvm_ioctls::{Cap, IoEventAddress, Kvm, NoDatamatch, VcpuFd, VmFd};
-use vm_memory::{GuestMemoryBackend, GuestMemoryRegion};
+use vm_memory::bitmap::AtomicBitmap;
+use vm_memory::{GuestMemoryBackend, GuestMemoryRegion, GuestRegionMmap};
 
 use crate::layout;
 use crate::wiring::PlacedPmem;
@@ -148,22 +149,43 @@ impl VmHandle {
         self.vm.create_irq_chip().map_err(refused("create the interrupt controllers"))
     }
 
-    /// Gives the guest its RAM.
-    pub fn map_memory(&self, memory: &Memory) -> Result<(), KvmError> {
+    /// Gives the guest its RAM; how many slots that takes.
+    pub fn map_memory(&self, memory: &Memory) -> Result<u32, KvmError> {
+        self.set_memory(memory, 0)
+    }
+
+    /// Starts the log of the pages of RAM that the guest writes to, from none on: every page costs
+    /// the guest an exit when it is first written to after the log was taken. While all vCPUs are
+    /// parked.
+    pub fn log_dirty(&self, memory: &Memory) -> Result<(), KvmError> {
+        self.set_memory(memory, KVM_MEM_LOG_DIRTY_PAGES).map(drop)
+    }
+
+    /// The pages that have been written to since the log was started or last taken, as a bitmap for
+    /// each region of RAM. While all vCPUs are parked.
+    pub fn take_dirty_log(&self, memory: &Memory) -> Result<Vec<Vec<u64>>, KvmError> {
+        let take = |(slot, region): (usize, &GuestRegionMmap<AtomicBitmap>)| {
+            let len = usize::try_from(region.len()).unwrap_or(usize::MAX);
+            self.vm.get_dirty_log(slot as u32, len).map_err(refused("tell which pages are dirty"))
+        };
+        memory.iter().enumerate().map(take).collect()
+    }
+
+    fn set_memory(&self, memory: &Memory, flags: u32) -> Result<u32, KvmError> {
         for (slot, region) in memory.iter().enumerate() {
             let mapping = kvm_userspace_memory_region {
                 slot: slot as u32,
-                flags: 0,
+                flags,
                 guest_phys_addr: region.start_addr().0,
                 memory_size: region.len(),
                 userspace_addr: region.as_ptr() as u64,
             };
             // SAFETY: the range is a live mapping of that length, the VM owner keeps a clone of
-            // `memory` for as long as vCPUs can run, and slots are used once each.
+            // `memory` for as long as vCPUs can run, and a slot is always the same range.
             unsafe { self.vm.set_user_memory_region(mapping) }
                 .map_err(refused("map guest memory"))?;
         }
-        Ok(())
+        Ok(memory.num_regions() as u32)
     }
 
     /// Gives the guest persistent memory at `start`, in a slot after those of RAM.

@@ -5,7 +5,7 @@ use std::process::ExitCode;
 
 use clap::{Parser, Subcommand};
 use hypervisor::api::Request;
-use hypervisor::command::{client, restore, run, start};
+use hypervisor::command::{client, restore, run, snapshot, start};
 use hypervisor::outcome::EXIT_SETUP;
 use hypervisor::trace::Ladder;
 use hypervisor::{doctor, logs, signals};
@@ -35,6 +35,7 @@ Exit code: that of the command in the guest, 128 + n if signal n killed it.
   112  its kernel panicked                 113  triple fault
   114  KVM internal error                  115  the processor refused the guest's state
   116  a vCPU failed                       117  the agent did not answer in time
+  118  restored memory cannot be brought in
   125  set-up failed: bad value, missing file, no KVM";
 
 #[derive(Subcommand)]
@@ -56,9 +57,9 @@ enum Command {
     Pause(client::Target),
     /// Let a paused VM go on
     Resume(client::Target),
-    /// Write a VM into a folder
-    #[command(after_help = restore::SNAPSHOT_HELP)]
-    Snapshot(client::SnapshotOptions),
+    /// Write a VM into a folder, and look after such folders
+    #[command(after_help = snapshot::HELP)]
+    Snapshot(snapshot::SnapshotOptions),
     /// Make a VM of such a folder, controlled through a socket
     #[command(after_help = restore::RESTORE_HELP)]
     Restore(restore::RestoreOptions),
@@ -102,7 +103,7 @@ fn act(command: &Command, ladder: Ladder) -> anyhow::Result<u8> {
         Command::Metrics(options) => client::metrics(options),
         Command::Pause(target) => client::plain(target, &Request::Pause {}),
         Command::Resume(target) => client::plain(target, &Request::Resume {}),
-        Command::Snapshot(options) => client::snapshot(options),
+        Command::Snapshot(options) => snapshot::snapshot(options),
         Command::Restore(options) => restore::restore(options, ladder),
         Command::Balloon(options) => client::balloon(options),
         Command::Plug(options) => client::plug(options),

@@ -138,10 +138,10 @@ mod tests {
     use super::*;
     use crate::builder::Observers;
     use crate::config::{TransportKind, VmConfig};
-    use crate::console::ConsoleLog;
+    use crate::console::{ConsoleLog, ConsoleSink};
     use crate::event::Events;
     use crate::trace::Ladder;
-    use crate::wiring::{LateHandle, Wiring};
+    use crate::wiring::{LateHandle, Wiring, place_pmem};
 
     struct Part(Count);
 
@@ -192,7 +192,8 @@ cubevmm_part_things_total{device=\"plain\"} 18446744073709551615
         let memory = crate::memory::fresh(64 << 20).unwrap();
         let executor = Executor::spawn("test").unwrap();
         let (events, _receiver) = Events::channel();
-        let observers = Observers { ladder: Ladder::start(), stamp_entry: false, events };
+        let (ladder, console) = (Ladder::start(), ConsoleSink::default());
+        let observers = Observers { ladder, stamp_entry: false, events, console };
         let late = LateHandle::default();
         let mut wiring =
             Wiring::new(&config, &memory, executor.handle(), late, &observers.events).unwrap();
@@ -202,7 +203,8 @@ cubevmm_part_things_total{device=\"plain\"} 18446744073709551615
         wiring.console(&config, &log).unwrap();
         wiring.balloon(&config).unwrap();
         let backing = PmemBacking::open(file.path(), true).unwrap();
-        wiring.pmem(&config, vec![(DeviceId::new("data"), backing)]).unwrap();
+        let placed = place_pmem(&config, vec![(DeviceId::new("data"), backing)]);
+        wiring.pmem(&placed).unwrap();
         let mut gathering = Gathering::default();
         gathering.add_devices(&wiring.transports);
         for (kind, name, meter) in &wiring.meters {

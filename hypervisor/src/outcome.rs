@@ -59,6 +59,8 @@ impl Outcome {
 pub const EXIT_NOT_READY: u8 = 117;
 /// `cube-vmm run`: the guest powered off before the command had ended.
 pub const EXIT_POWERED_OFF_EARLY: u8 = 110;
+/// `cube-vmm restore`: guest memory can no longer be brought in.
+pub const EXIT_MEMORY_LOST: u8 = 118;
 /// Set-up failed: a bad value, a missing file, no KVM.
 pub const EXIT_SETUP: u8 = 125;
 

@@ -17,6 +17,11 @@ pub fn block() -> Result<(), nix::Error> {
     taken().thread_block()
 }
 
+/// Lets the signals act again, in a process that only waits for another.
+pub fn unblock() -> Result<(), nix::Error> {
+    taken().thread_unblock()
+}
+
 /// Starts the thread that turns them into events.
 pub fn watch(events: Events) -> std::io::Result<()> {
     let wait = move || {

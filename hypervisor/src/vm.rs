@@ -1,6 +1,5 @@
 //! A VM that has been built: start, pause, resume, and its end when it is dropped.
 
-use std::path::Path;
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 
 use devices::executor::Executor;
@@ -23,7 +22,9 @@ use crate::generation::{Generation, GenerationError};
 use crate::kvm::VmHandle;
 use crate::metrics::{Family, Gathering};
 use crate::pci_slots::PciSlots;
-use crate::snapshot::save::SnapshotError;
+use crate::snapshot::paging::Pager;
+use crate::snapshot::save::{Frozen, Job, SnapshotError};
+use crate::snapshot::tracking::Tracking;
 use crate::state::VmState;
 use crate::vcpu::{Vcpu, VcpuError};
 use crate::wiring::{Legacy, PlacedPmem};
@@ -85,7 +86,10 @@ pub struct Vm {
     pub(crate) balloon: Option<BalloonHandle>,
     /// Here so that it outlives the memory slots.
     pub(crate) _pmem: Vec<PlacedPmem>,
+    /// Brings guest memory in, until nobody needs it any more.
+    pub(crate) pager: Option<Pager>,
     pub(crate) state: VmState,
+    pub(crate) tracking: Tracking,
 }
 
 impl Vm {
@@ -277,10 +281,10 @@ pub struct Paused<'a> {
 }
 
 impl Paused<'_> {
-    /// Writes the VM into a folder, as [`Vm::snapshot`] does.
-    pub fn snapshot(&self, dir: &Path, hello: Option<&Hello>) -> Result<(), SnapshotError> {
+    /// Takes the instant for a snapshot.
+    pub fn freeze(&mut self, job: Job, hello: Option<&Hello>) -> Result<Frozen, SnapshotError> {
         // Always there: only the end of this value takes it.
-        self.vm.as_ref().map_or(Err(SnapshotError::Ended), |vm| vm.snapshot(dir, hello))
+        self.vm.as_mut().map_or(Err(SnapshotError::Ended), |vm| job.freeze(vm, hello))
     }
 
     /// Leaves the VM paused.

@@ -1,7 +1,9 @@
 //! Devices on their way to the buses, for [`crate::builder`]: which address, which line, which
 //! transport.
 
+use std::fs::OpenOptions;
 use std::io;
+use std::os::unix::fs::OpenOptionsExt;
 use std::sync::{Arc, Mutex, OnceLock};
 
 use devices::bus::{Bus, BusDevice};
@@ -30,7 +32,7 @@ use devices::virtio::vsock::{Vsock, VsockConfig, VsockHandle};
 use crate::boot::tables::MmioDevice;
 use crate::builder::{BuildError, Observers};
 use crate::config::{TransportKind, VmConfig};
-use crate::console::ConsoleLog;
+use crate::console::{ConsoleLog, ConsoleSink};
 use crate::disks::{OpenedDisk, RunningDisk};
 use crate::doorbells::Doorbells;
 use crate::event::Events;
@@ -44,11 +46,26 @@ use crate::vm::SharedTransport;
 const GUEST_CID: u64 = 3;
 
 /// Persistent memory in the guest's address space.
+#[derive(Clone)]
 pub struct PlacedPmem {
+    /// The device's name.
+    pub id: DeviceId,
     /// Its first guest address.
     pub start: u64,
     /// Its memory.
     pub backing: PmemBacking,
+}
+
+/// Places persistent memory above RAM, one piece after the other.
+pub fn place_pmem(config: &VmConfig, files: Vec<(DeviceId, PmemBacking)>) -> Vec<PlacedPmem> {
+    let mut start = layout::above_ram(config.memory.bytes());
+    let place = |(id, backing): (DeviceId, PmemBacking)| {
+        let placed = PlacedPmem { id, start, backing };
+        // Beyond the end of what there is, KVM and the device refuse it.
+        start = start.saturating_add(placed.backing.len());
+        placed
+    };
+    files.into_iter().map(place).collect()
 }
 
 /// The VM in the kernel, once it is there: devices are made before.
@@ -230,24 +247,14 @@ impl<'a> Wiring<'a> {
         self.virtio(DeviceId::new("console"), Box::new(console))
     }
 
-    /// Persistent memory, placed above RAM; where each is, for the memory slots.
-    pub fn pmem(
-        &mut self,
-        config: &VmConfig,
-        files: Vec<(DeviceId, PmemBacking)>,
-    ) -> Result<Vec<PlacedPmem>, BuildError> {
-        let mut start = layout::above_ram(config.memory.bytes());
-        let mut placed = Vec::new();
-        for (id, backing) in files {
-            let place = PmemConfig { start: GuestAddress(start) };
-            let device = Pmem::new(self.executor.clone(), backing.clone(), place)?;
-            self.virtio(id, Box::new(device))?;
-            let len = backing.len();
-            placed.push(PlacedPmem { start, backing });
-            // Cannot wrap: Pmem::new has checked the end.
-            start = start.saturating_add(len);
+    /// Persistent memory, where it has been placed.
+    pub fn pmem(&mut self, placed: &[PlacedPmem]) -> Result<(), BuildError> {
+        for pmem in placed {
+            let place = PmemConfig { start: GuestAddress(pmem.start) };
+            let device = Pmem::new(self.executor.clone(), pmem.backing.clone(), place)?;
+            self.virtio(pmem.id.clone(), Box::new(device))?;
         }
-        Ok(placed)
+        Ok(())
     }
 
     fn virtio(&mut self, id: DeviceId, device: Box<dyn VirtioDevice>) -> Result<(), BuildError> {
@@ -293,15 +300,23 @@ impl<'a> Wiring<'a> {
     }
 }
 
-/// The host's side of the console.
-pub fn console(config: &VmConfig) -> Result<ConsoleLog, BuildError> {
+/// The host's side of the console, whose output goes to `sink` if it is shown.
+pub fn console(config: &VmConfig, sink: &ConsoleSink) -> Result<ConsoleLog, BuildError> {
     use crate::config::Console;
-    let failed = |source| BuildError::Host { what: "console thread", source };
-    match config.console {
-        Console::Off => Ok(ConsoleLog::new()),
-        Console::Serial => ConsoleLog::forwarding(io::stderr()).map_err(failed),
-        Console::Virtio => {
-            ConsoleLog::forwarding(io::stderr()).and_then(ConsoleLog::with_virtio).map_err(failed)
+    let failed = |what| move |source| BuildError::Host { what, source };
+    let log = match (config.console, sink) {
+        (Console::Off, _) | (_, ConsoleSink::Nowhere) => ConsoleLog::new(),
+        (_, ConsoleSink::Stderr) => {
+            ConsoleLog::forwarding(io::stderr()).map_err(failed("console thread"))?
         }
+        (_, ConsoleSink::File(path)) => {
+            let file = OpenOptions::new().append(true).create(true).mode(0o600).open(path);
+            let file = file.map_err(failed("console file"))?;
+            ConsoleLog::forwarding(file).map_err(failed("console thread"))?
+        }
+    };
+    match config.console {
+        Console::Virtio => log.with_virtio().map_err(failed("console thread")),
+        Console::Off | Console::Serial => Ok(log),
     }
 }

@@ -5,7 +5,7 @@ use std::path::{Path, PathBuf};
 use std::time::{SystemTime, UNIX_EPOCH};
 
 use harness::{Place, TestVm, eventually, sh};
-use hypervisor::api::{Reply, Request};
+use hypervisor::api::{Reply, Request, SnapshotRequest};
 use libtest_mimic::Trial;
 
 pub fn trials() -> Vec<Trial> {
@@ -33,8 +33,9 @@ fn now() -> u64 {
 }
 
 fn save(vm: &TestVm, dir: &Path) {
-    let request = Request::Snapshot { dir: dir.to_owned(), keep_paused: true };
-    assert_eq!(vm.request(&request), Reply::Done);
+    let request = SnapshotRequest { keep_paused: true, ..SnapshotRequest::new(dir) };
+    let reply = vm.request(&Request::Snapshot(request));
+    assert!(matches!(reply, Reply::Saved(_)), "{reply:?}");
 }
 
 /// A guest that counts, has a disk, and has lost the time.
@@ -117,7 +118,7 @@ fn plugged_devices_are_where_they_were() {
     eventually("the guest lets go", || disks(&vm) == "2");
     save(&vm, &dir);
     drop(vm);
-    let vm = TestVm::restore(&dir, &[]);
+    let vm = TestVm::restore(&dir, &["--trust-paths"]);
     assert_eq!(disks(&vm), "2");
     let path = store.given("c", vec![b'3'; 1 << 20]);
     vm.cli("plug", &["--disk", &format!("path={path},id=c")]).end().output(0);

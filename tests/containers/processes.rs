@@ -39,8 +39,8 @@ fn a_container_is_what_its_spec_says() {
     let mut pipe = spec("yes | head -n 1; echo again >/dev/stdout");
     pipe["process"]["user"] = json!({ "uid": 12, "gid": 34 });
     assert_eq!(guest.run_container("pipe", &pipe).text(), "y\nagain");
-    let killed = guest.run_container("killed", &spec("exec sh -c 'kill -9 $$; sleep 100'"));
-    assert_eq!(code(&killed), 0, "the first of a pid namespace cannot kill itself: {killed:?}");
+    let killed = guest.run_container("killed", &spec("exec sh -c 'kill -9 $$; exit 8'"));
+    assert_eq!(code(&killed), 8, "the first of a pid namespace cannot kill itself: {killed:?}");
 }
 
 fn a_container_on_a_terminal_has_one_of_its_size() {

@@ -8,9 +8,11 @@
 //! | [`vm`] | [`TestVm`]: a guest that stays, behind its control socket |
 //! | [`guest`] | commands in such a guest |
 //! | [`lifecycle`] | what a check must survive: pause and resume |
+//! | [`counter`] | a guest that counts, for snapshots, on any KVM |
 //! | [`census`] | processes, files and memory, as `/proc` has them |
 //! | [`terminal`] | a terminal for `cube-vmm` |
 //! | [`wire`] | a network namespace with a TAP, and the host's ends of connections |
+//! | [`filesystem`] | an XFS, a full disk, one that fails |
 //! | [`image`] | kernels of a few bytes, disk and root images |
 //! | [`tools`] | programs of the host, with their libraries, for a guest |
 //! | [`containerd`] | a containerd with the shim under test, and `ctr` |
@@ -26,6 +28,8 @@ pub mod artifacts;
 pub mod call;
 pub mod census;
 pub mod containerd;
+pub mod counter;
+pub mod filesystem;
 pub mod guest;
 pub mod image;
 pub mod lab;

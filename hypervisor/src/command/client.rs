@@ -41,29 +41,6 @@ pub struct ExecOptions {
     pub spawn: SpawnOptions,
 }
 
-/// Options of `snapshot`.
-#[derive(Args, Clone, Debug)]
-pub struct SnapshotOptions {
-    /// The VM.
-    #[command(flatten)]
-    pub target: Target,
-
-    /// The folder to write; must not exist
-    #[arg(value_name = "DIR")]
-    pub dir: PathBuf,
-
-    /// Leave the VM paused
-    #[arg(long)]
-    pub keep_paused: bool,
-}
-
-/// Writes a VM into a folder.
-pub fn snapshot(options: &SnapshotOptions) -> anyhow::Result<u8> {
-    // The VM may have been started elsewhere.
-    let dir = std::path::absolute(&options.dir)?;
-    plain(&options.target, &Request::Snapshot { dir, keep_paused: options.keep_paused })
-}
-
 /// Options of `balloon`.
 #[derive(Args, Clone, Debug)]
 pub struct BalloonOptions {
@@ -271,7 +248,7 @@ pub fn metrics(options: &MetricsOptions) -> anyhow::Result<u8> {
 }
 
 /// Prints to whoever reads; one who stops early has seen enough.
-fn print(text: &str) -> anyhow::Result<u8> {
+pub(super) fn print(text: &str) -> anyhow::Result<u8> {
     match io::stdout().write_all(text.as_bytes()) {
         Err(error) if error.kind() != io::ErrorKind::BrokenPipe => Err(error.into()),
         _ => Ok(0),

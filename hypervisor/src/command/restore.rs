@@ -1,19 +1,28 @@
 //! `cube-vmm restore`: a VM that goes on where a snapshot was taken, with a control socket.
 
 use std::path::PathBuf;
+use std::time::Duration;
 
-use clap::Args;
+use clap::{Args, ValueEnum};
 use devices::virtio::net::TapSource;
 
+use super::background::{Background, Role};
+use super::overrides::{self, Overridden};
+use super::run::{check_writable, write_trace};
 use super::start::{beside, until_the_end};
 use crate::agent::watch_for_hello;
 use crate::api_socket::ApiSocket;
-use crate::builder::{self, Observers};
+use crate::builder::{self, Observers, Restoration};
 use crate::config::VmConfig;
 use crate::control::Control;
 use crate::event::Events;
+use crate::identity::{ClockPolicy, GuestInterface, Hostname, Identity, MachineId};
+use crate::outcome::EXIT_MEMORY_LOST;
 use crate::signals;
+use crate::snapshot::disks::{self, DiskPlace};
+use crate::snapshot::host_files::{self, Consent};
 use crate::snapshot::load::Saved;
+use crate::snapshot::paging::{Lost, MemoryMode};
 use crate::trace::Ladder;
 
 /// Options of `restore`.
@@ -31,178 +40,251 @@ pub struct RestoreOptions {
     #[arg(long)]
     pub resume: bool,
 
-    /// Give a device something else than it had: disk:ID=FILE, pmem:ID=FILE, net:ID=tap:NAME or
-    /// vsock=PATH; may be repeated. A rootfs is disk:rootfs. vsock is the api socket's path with
-    /// .vsock added otherwise
+    /// Return when the guest is ready, and leave the VM in the background, where it says nothing (a
+    /// console can go to a file, see --override); fail, and leave nothing, if the guest is not ready
+    /// within so many seconds [default: 60]
+    #[arg(long, value_name = "SECONDS", num_args = 0..=1, require_equals = true, requires = "resume",
+          default_missing_value = "60", value_parser = super::options::seconds())]
+    pub wait_ready: Option<u64>,
+
+    /// What becomes of the guest's time of day; its monotonic clock goes on from where it was
+    #[arg(long, value_enum, default_value = "advance")]
+    pub clock: ClockPolicy,
+
+    /// How guest memory is brought in
+    #[arg(long, value_enum, default_value = "private")]
+    pub memory_mode: MemoryModeOption,
+
+    /// With --memory-mode uffd: the socket of another process that brings memory in
+    #[arg(long, value_name = "PATH")]
+    pub uffd_socket: Option<PathBuf>,
+
+    /// Give a device something else than it had: disk:ID=FILE, pmem:ID=FILE, net:ID=tap:NAME,
+    /// net:ID=fd:N[:N…], vsock=PATH or console=off|stderr|file:PATH; may be repeated. A rootfs is
+    /// disk:rootfs. vsock is the api socket's path with .vsock added otherwise
     #[arg(long = "override", value_name = "KIND:ID=…")]
     pub overrides: Vec<String>,
+
+    /// Folder for the VM's own disks, disk-ID each, which stay when it ends; without it they have no
+    /// names, and are gone with it
+    #[arg(long, value_name = "DIR")]
+    pub disk_dir: Option<PathBuf>,
+
+    /// Open the files and interfaces of this host that the snapshot names, wherever they are
+    #[arg(long)]
+    pub trust_paths: bool,
+
+    /// The guest's new host name
+    #[arg(long, value_name = "NAME")]
+    pub hostname: Option<Hostname>,
+
+    /// The guest's new /etc/machine-id
+    #[arg(long, value_name = "ID")]
+    pub machine_id: Option<MachineId>,
+
+    /// New addresses of an interface of the guest, in the place of those that it has, e.g.
+    /// eth0=192.0.2.7/24,gateway=192.0.2.1; may be repeated
+    #[arg(long, value_name = "NAME=ADDRESS/BITS[,…]")]
+    pub network: Vec<GuestInterface>,
+
+    /// Write when each step was reached to FILE, as JSON, or as a table to standard error with -
+    #[arg(long, value_name = "FILE")]
+    pub trace: Option<PathBuf>,
+}
+
+/// How guest memory is brought in, on the command line.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, ValueEnum)]
+pub enum MemoryModeOption {
+    /// A private mapping of the file: each page when the guest touches it
+    Private,
+    /// The same, with all that is not zero mapped before the guest runs
+    Prefault,
+    /// Page faults are answered by a thread, or by another process (--uffd-socket)
+    Uffd,
 }
 
 /// What `restore --help` ends with.
 pub const RESTORE_HELP: &str = "\
 The folder is not changed, and must not be as long as the VM runs: its memory is a private mapping of
-the file there. Any number of VMs can be made of it. Each gets a new generation id, fresh randomness
-and the time of day from the host before it counts as ready; host name and addresses stay.
+the file there. Any number of VMs can be made of it. Each is another machine: it has a new generation
+id before it runs, and its agent takes fresh randomness, the time of day, names and addresses before
+it counts as ready.
 
-Disks are those of the VM that was saved, at the same paths, and must be as they were by then. A disk
-that can be written belongs to one VM at a time: give the others a copy.
+Each VM has its own copy of the disks that are in the folder, so none sees what another one writes; on
+file systems that share blocks it costs nothing. Disks that are not in it are those of the VM that was
+saved, and must be as they were by then.
+
+A folder may name any file of this host, and its guest would read it. So files and network interfaces
+outside of the folder are opened only if you name them yourself (--override), or trust whoever made the
+folder (--trust-paths).
+
+A page fault handler (--uffd-socket) gets one line of JSON with the regions of guest memory, and with
+it two descriptors: the userfaultfd, and the file with the content. It answers \"ready\" and a newline
+within 10 s, and serves faults as long as it keeps the connection. Ranges that the guest gives back
+are told as removed, and are zeros from then on. Without it the VM ends, with exit code 118.
 
 Examples:
-  cube-vmm restore base --api-socket S --resume
+  cube-vmm restore base --api-socket S --resume --disk-dir /var/lib/vm/one
   cp --reflink=auto data.img two.img
-  cube-vmm restore base --api-socket T --resume --override disk:data=two.img";
+  cube-vmm restore base --api-socket T --resume --wait-ready --override disk:data=two.img \\
+      --hostname two --network eth0=192.0.2.2/24,gateway=192.0.2.1 && cube-vmm exec --api-socket T -- ip a";
 
-/// What `snapshot --help` ends with.
-pub const SNAPSHOT_HELP: &str = "\
-The VM stands still while its state and memory are written, and then goes on. If anything fails it goes
-on as well, and nothing is left of the folder. Disks are not copied: the folder refers to them by their
-paths, and they must be the same when it is restored. Copy them while the VM is paused (--keep-paused).
-Persistent memory must be read-only.
-
-Examples:
-  cube-vmm snapshot --api-socket S base
-  cube-vmm snapshot --api-socket S base --keep-paused && cp data.img base.img
-  cube-vmm resume --api-socket S";
-
-/// Something else for a device.
-#[derive(Debug, PartialEq, Eq)]
-enum Override {
-    Disk { id: String, path: PathBuf },
-    Pmem { id: String, path: PathBuf },
-    Net { id: String, tap: String },
-    Vsock(PathBuf),
-}
-
-impl Override {
-    fn parse(text: &str) -> anyhow::Result<Self> {
-        let Some((what, value)) = text.split_once('=').filter(|(_, value)| !value.is_empty())
-        else {
-            anyhow::bail!("override {text:?} has no value; write KIND:ID=VALUE");
-        };
-        let (kind, id) = what.split_once(':').unwrap_or((what, ""));
-        let (id, path) = (id.to_owned(), PathBuf::from(value));
-        Ok(match (kind, id.is_empty()) {
-            ("disk", false) => Self::Disk { id, path },
-            ("pmem", false) => Self::Pmem { id, path },
-            ("vsock", true) => Self::Vsock(path),
-            ("net", false) => match value.strip_prefix("tap:") {
-                Some(tap) if !tap.is_empty() => Self::Net { id, tap: tap.to_owned() },
-                _ => anyhow::bail!("override {text:?} is not understood; write net:ID=tap:NAME"),
-            },
-            _ => anyhow::bail!(
-                "override {text:?} is not understood; write disk:ID=FILE, pmem:ID=FILE, \
-                 net:ID=tap:NAME or vsock=PATH"
-            ),
+impl RestoreOptions {
+    fn memory_mode(&self) -> anyhow::Result<MemoryMode> {
+        Ok(match (self.memory_mode, &self.uffd_socket) {
+            (MemoryModeOption::Private, None) => MemoryMode::Private,
+            (MemoryModeOption::Prefault, None) => MemoryMode::Prefault,
+            (MemoryModeOption::Uffd, None) => MemoryMode::Uffd,
+            (MemoryModeOption::Uffd, Some(path)) => MemoryMode::UffdBy(path.clone()),
+            (_, Some(_)) => anyhow::bail!("--uffd-socket needs --memory-mode uffd"),
         })
     }
 
-    fn apply(self, config: &mut VmConfig) -> anyhow::Result<()> {
-        let (kind, id, done) = match self {
-            Self::Disk { id, path } if id == "rootfs" => {
-                ("disk", id, config.rootfs.as_mut().map(|rootfs| *rootfs = path))
-            }
-            Self::Disk { id, path } => {
-                let disk = config.disks.iter_mut().find(|disk| disk.id == id);
-                ("disk", id, disk.map(|disk| disk.path = path))
-            }
-            Self::Pmem { id, path } => {
-                let pmem = config.pmem.iter_mut().find(|pmem| pmem.id == id);
-                ("pmem", id, pmem.map(|pmem| pmem.path = path))
-            }
-            Self::Net { id, tap } => {
-                let card = config.net.iter_mut().find(|card| card.id == id);
-                ("net", id, card.map(|card| card.source = TapSource::Tap(tap)))
-            }
-            Self::Vsock(path) => {
-                config.vsock = Some(path);
-                return Ok(());
-            }
-        };
-        done.ok_or_else(|| anyhow::anyhow!("the snapshot has no {kind} device called {id:?}"))
+    fn identity(&self) -> Identity {
+        Identity {
+            clock: self.clock,
+            hostname: self.hostname.clone(),
+            machine_id: self.machine_id.clone(),
+            network: self.network.clone(),
+        }
     }
 }
 
-/// The machine of the snapshot, with other things for its devices.
-fn overridden(options: &RestoreOptions, saved: &VmConfig) -> anyhow::Result<VmConfig> {
-    let mut config = saved.clone();
+/// The machine of the snapshot with other things for its devices, all of which may be opened.
+fn overridden(options: &RestoreOptions, saved: &Saved) -> anyhow::Result<(VmConfig, Overridden)> {
+    let mut config = saved.manifest.config.clone();
+    host_files::resolve(&mut config, &options.dir);
     config.vsock = Some(beside(&options.api_socket));
-    for text in &options.overrides {
-        Override::parse(text)?.apply(&mut config)?;
-    }
+    let changes = overrides::apply(&options.overrides, &mut config)?;
     let inherited = |source: &TapSource| matches!(source, TapSource::Fd(_));
-    if let Some(card) = config.net.iter().find(|card| inherited(&card.source)) {
+    let gone = |id: &String| !changes.ids.contains(id);
+    if let Some(card) = config.net.iter().find(|card| inherited(&card.source) && gone(&card.id)) {
         anyhow::bail!(
             "network card {:?} was on descriptors that are gone; add --override net:{}=tap:NAME",
             card.id,
             card.id
         );
     }
-    Ok(config)
+    disks::refer_to_copies(&options.dir, &saved.manifest, &mut config, &changes.ids);
+    let consent = Consent { all: options.trust_paths, given: changes.ids.clone() };
+    host_files::check(&saved.manifest, &config, &options.dir, &consent)?;
+    Ok((config, changes))
+}
+
+/// Ends this process when guest memory cannot be brought in any more. Its vCPUs wait for a page, and
+/// cannot be told to end.
+fn lost(sockets: Vec<PathBuf>) -> Lost {
+    Box::new(move |message| {
+        eprintln!("cube-vmm: {message}");
+        for socket in sockets {
+            let _ = std::fs::remove_file(socket);
+        }
+        std::process::exit(i32::from(EXIT_MEMORY_LOST));
+    })
 }
 
 /// Runs it until the guest ends. The exit code tells how.
 pub fn restore(options: &RestoreOptions, ladder: Ladder) -> anyhow::Result<u8> {
+    let Some(seconds) = options.wait_ready else {
+        return hold(options, ladder, None);
+    };
+    let patience = Duration::from_secs(seconds);
+    match Background::divide()? {
+        Role::Caller(vm) => vm.wait(),
+        Role::Vm(background) => hold(options, ladder, Some((patience, background))),
+    }
+}
+
+fn hold(
+    options: &RestoreOptions,
+    ladder: Ladder,
+    mut background: Option<(Duration, Background)>,
+) -> anyhow::Result<u8> {
+    let mode = options.memory_mode()?;
+    if let Some(path) = &options.trace {
+        check_writable(path)?;
+    }
     let mut saved = Saved::open(&options.dir)?;
-    let config = overridden(options, &saved.manifest.config)?;
+    let (mut config, changes) = overridden(options, &saved)?;
+    let place = options.disk_dir.as_deref().map_or(DiskPlace::Unnamed, DiskPlace::Folder);
+    // Open as long as the VM lives: some have no other name.
+    let _own = disks::place(&options.dir, &saved.manifest, &mut config, &changes.ids, place)?;
     let hello = saved.state.hello.take();
+    let identity = options.identity();
     let socket = ApiSocket::bind(&options.api_socket)?;
     let (events, receiver) = Events::channel();
-    let observers = Observers { ladder, stamp_entry: false, events: events.clone() };
-    let vm = builder::restore(&config, &observers, saved)?;
+    let console = changes.console.unwrap_or_default();
+    let observers = Observers { ladder, stamp_entry: false, events: events.clone(), console };
+    let sockets = [Some(&options.api_socket), config.vsock.as_ref()];
+    let lost = lost(sockets.into_iter().flatten().cloned().collect());
+    let vm = builder::restore(&config, &observers, Restoration { saved, mode, lost })?;
     signals::watch(events.clone())?;
-    let mut control = Control::new(vm, events, receiver).restored(hello);
+    let mut control = Control::new(vm, events, receiver).restored(hello, identity);
     // For a guest that was saved before its agent has said it.
     watch_for_hello(control.vm().vsock(), observers.events.clone())?;
     if options.resume {
         control.resume()?;
     }
     socket.serve(observers.events.clone())?;
-    Ok(until_the_end(&mut control, None, &observers.ladder))
+    let patience = background.as_ref().map(|(patience, _)| *patience);
+    let ready = || background.take().is_none_or(|(_, background)| background.ready());
+    let code = until_the_end(&mut control, patience, &observers.ladder, ready);
+    if let Some(path) = &options.trace {
+        write_trace(path, &observers.ladder)?;
+    }
+    Ok(code)
 }
 
 #[cfg(test)]
 mod tests {
     use super::*;
+    use crate::snapshot::manifest::Manifest;
 
-    fn options(overrides: &[&str]) -> RestoreOptions {
-        RestoreOptions {
-            dir: "/s".into(),
-            api_socket: "/api".into(),
-            resume: true,
-            overrides: overrides.iter().map(|&text| text.to_owned()).collect(),
+    fn options(more: &[&str]) -> RestoreOptions {
+        use clap::Parser;
+        #[derive(Parser)]
+        struct Cli {
+            #[command(flatten)]
+            options: RestoreOptions,
         }
+        let words = ["restore", "/s", "--api-socket", "/api"];
+        Cli::try_parse_from(words.iter().chain(more)).unwrap().options
     }
 
-    fn saved() -> VmConfig {
-        let config = r#"{"cpus": 1, "memory": "64M", "kernel": "/k", "rootfs": "/root", "vsock": "/v",
-            "disks": [{"path": "/a", "id": "data"}], "pmem": [{"path": "/p", "id": "pmem0"}]}"#;
+    fn saved(net: &str) -> Saved {
+        let config = r#"{"cpus": 1, "memory": "64M", "kernel": "/k", "vsock": "/v"}"#;
         let mut config: VmConfig = serde_json::from_str(config).unwrap();
-        config.net = vec!["fd=9,id=net0".parse().unwrap()];
-        config
-    }
-
-    #[test]
-    fn overrides_change_what_they_name() {
-        let all = ["disk:data=/b", "disk:rootfs=/r2", "pmem:pmem0=/q", "net:net0=tap:t1"];
-        let config = overridden(&options(&all), &saved()).unwrap();
-        assert_eq!(config.disks[0].path, PathBuf::from("/b"));
-        assert_eq!(config.rootfs, Some("/r2".into()));
-        assert_eq!(config.pmem[0].path, PathBuf::from("/q"));
-        assert_eq!(config.net[0].source, TapSource::Tap("t1".to_owned()));
-        assert_eq!(config.vsock, Some("/api.vsock".into()));
-        let more = [&all[..], &["vsock=/w"]].concat();
-        assert_eq!(overridden(&options(&more), &saved()).unwrap().vsock, Some("/w".into()));
-    }
-
-    #[test]
-    fn overrides_of_nothing_are_refused() {
-        let refusal = |text| overridden(&options(&[text]), &saved()).unwrap_err().to_string();
-        for text in ["", "disk", "disk:data", "disk:data=", "disk=/b", "vsock:x=/b", "tpm:a=/b"] {
-            assert!(refusal(text).contains("override"), "{text:?}");
+        config.net = vec![net.parse().unwrap()];
+        Saved {
+            manifest: Manifest::new(config, "0".repeat(32), 0, b""),
+            state: crate::snapshot::machine::tests::example(),
+            memory: tempfile::tempfile().unwrap(),
         }
-        assert!(refusal("disk:other=/b").contains("no disk device called \"other\""));
-        assert!(refusal("disk:pmem0=/b").contains("no disk device"));
-        assert!(refusal("net:net0=fd:3").contains("net:ID=tap:NAME"));
-        assert!(refusal("disk:data=/b").contains("--override net:net0=tap:NAME"));
+    }
+
+    #[test]
+    fn the_socket_of_the_saved_vm_is_not_used() {
+        let saved = saved("tap=t0,id=net0");
+        let trusting = options(&["--trust-paths"]);
+        let (config, _) = overridden(&trusting, &saved).unwrap();
+        assert_eq!(config.vsock, Some("/api.vsock".into()));
+        let elsewhere = options(&["--trust-paths", "--override", "vsock=/w"]);
+        assert_eq!(overridden(&elsewhere, &saved).unwrap().0.vsock, Some("/w".into()));
+    }
+
+    #[test]
+    fn descriptors_of_the_saved_vm_are_not_those_of_this_process() {
+        let saved = saved("fd=9,id=net0");
+        let error = overridden(&options(&["--trust-paths"]), &saved).unwrap_err().to_string();
+        assert!(error.contains("--override net:net0=tap:NAME"), "{error}");
+        let (config, _) = overridden(&options(&["--override", "net:net0=fd:5"]), &saved).unwrap();
+        assert_eq!(config.net[0].source, TapSource::Fd(vec![5]));
+    }
+
+    #[test]
+    fn a_handler_without_faults_for_it_is_refused() {
+        assert!(options(&["--uffd-socket", "/u"]).memory_mode().is_err());
+        let external = options(&["--uffd-socket", "/u", "--memory-mode", "uffd"]);
+        assert_eq!(external.memory_mode().unwrap(), MemoryMode::UffdBy("/u".into()));
     }
 }

@@ -10,6 +10,7 @@ use super::guest_command::GuestCommand;
 use super::options::{SpawnOptions, VmOptions};
 use crate::agent::{Guest, watch_for_hello};
 use crate::builder::{self, Observers};
+use crate::console::ConsoleSink;
 use crate::control::{Control, Happening};
 use crate::event::Events;
 use crate::outcome::{EXIT_NOT_READY, EXIT_POWERED_OFF_EARLY, EXIT_SETUP, Outcome};
@@ -64,7 +65,8 @@ pub fn run(options: &RunOptions, ladder: Ladder) -> anyhow::Result<u8> {
     }
     let (events, receiver) = Events::channel();
     let stamp_entry = options.vm.trace.is_some();
-    let observers = Observers { ladder, stamp_entry, events: events.clone() };
+    let console = ConsoleSink::default();
+    let observers = Observers { ladder, stamp_entry, events: events.clone(), console };
     let vm = builder::build(&config, &observers)?;
     signals::watch(events.clone())?;
     let mut control = Control::new(vm, events, receiver);
@@ -154,6 +156,8 @@ impl Run {
                         return code;
                     }
                 }
+                // Only restored guests.
+                Happening::NotReady(_) => {}
                 Happening::Finished => return self.finished(),
                 Happening::Ended(outcome) => return self.ended_early(&outcome),
                 Happening::Signal(signal) => {

@@ -11,6 +11,7 @@ use super::run::{check_writable, write_trace};
 use crate::agent::watch_for_hello;
 use crate::api_socket::ApiSocket;
 use crate::builder::{self, Observers};
+use crate::console::ConsoleSink;
 use crate::control::{Control, Happening};
 use crate::event::Events;
 use crate::outcome::EXIT_NOT_READY;
@@ -55,25 +56,29 @@ pub fn start(options: &StartOptions, ladder: Ladder) -> anyhow::Result<u8> {
     let socket = ApiSocket::bind(&options.api_socket)?;
     let (events, receiver) = Events::channel();
     let stamp_entry = options.vm.trace.is_some();
-    let observers = Observers { ladder, stamp_entry, events: events.clone() };
+    let console = ConsoleSink::default();
+    let observers = Observers { ladder, stamp_entry, events: events.clone(), console };
     let vm = builder::build(&config, &observers)?;
     signals::watch(events.clone())?;
     let mut control = Control::new(vm, events, receiver);
     watch_for_hello(control.vm().vsock(), observers.events.clone())?;
     control.start()?;
     socket.serve(observers.events.clone())?;
-    let code = until_the_end(&mut control, Some(options.vm.boot_timeout()), &observers.ladder);
+    let patience = Some(options.vm.boot_timeout());
+    let code = until_the_end(&mut control, patience, &observers.ladder, || true);
     if let Some(path) = &options.vm.trace {
         write_trace(path, &observers.ladder)?;
     }
     Ok(code)
 }
 
-/// Serves the VM until its end, which an agent that has not said hello within `patience` is.
+/// Serves the VM until its end, which an agent that has not said hello within `patience` is. `ready`
+/// is called when it has, and says whether that still matters to anybody.
 pub(super) fn until_the_end(
     control: &mut Control,
     patience: Option<Duration>,
     ladder: &Ladder,
+    mut ready: impl FnMut() -> bool,
 ) -> u8 {
     let mut deadline = patience.map(|patience| Instant::now() + patience);
     let mut signalled = false;
@@ -83,6 +88,18 @@ pub(super) fn until_the_end(
                 ladder.mark(step::AGENT_READY);
                 tracing::info!("the guest is ready");
                 deadline = None;
+                if !ready() {
+                    control.kill();
+                    return 0;
+                }
+            }
+            Happening::NotReady(reason) if deadline.is_some() => {
+                control.kill();
+                report(control, &format!("the restored guest is not ready: {reason}"));
+                return EXIT_NOT_READY;
+            }
+            Happening::NotReady(reason) => {
+                tracing::error!(reason, "the restored guest is not ready");
             }
             Happening::Ended(outcome) => {
                 if !outcome.is_orderly() {

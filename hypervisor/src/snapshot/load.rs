@@ -8,7 +8,7 @@ use std::path::{Path, PathBuf};
 
 use super::machine::{MachineState, StateError};
 use super::manifest::{Manifest, ManifestError};
-use super::{MANIFEST, MAX_MANIFEST, MAX_STATE, MEMORY, STATE, checksum};
+use super::{MANIFEST, MAX_MANIFEST, MAX_STATE, MEMORY, STATE, checksum, folder};
 use crate::config::TransportKind;
 
 /// Why a snapshot is refused.
@@ -22,7 +22,22 @@ pub enum LoadError {
         /// The reason.
         source: io::Error,
     },
-    /// It is still being written, or was never finished.
+    /// Its VMM is not done with it.
+    #[error("{} is a snapshot that is still being written; wait for it", .0.display())]
+    BeingWritten(PathBuf),
+    /// It needs another one.
+    #[error(
+        "{} has only what differs from {}; make a whole one of both with `cube-vmm snapshot merge {} {} \
+         OUT`",
+        dir.display(), base.display(), base.display(), dir.display()
+    )]
+    Difference {
+        /// The folder.
+        dir: PathBuf,
+        /// Where the other one was.
+        base: PathBuf,
+    },
+    /// It was never finished.
     #[error("{} has no {MANIFEST}: it is no snapshot, or one that was not completed", .0.display())]
     Incomplete(PathBuf),
     /// A folder, a FIFO, a link.
@@ -80,17 +95,10 @@ pub struct Saved {
 impl Saved {
     /// Reads the one in the folder `dir`. Does not read memory.
     pub fn open(dir: &Path) -> Result<Self, LoadError> {
-        let path = dir.join(MANIFEST);
-        let bytes = match open(&path) {
-            Err(LoadError::Read { source, .. })
-                if source.kind() == io::ErrorKind::NotFound && dir.is_dir() =>
-            {
-                return Err(LoadError::Incomplete(dir.to_owned()));
-            }
-            file => read(&path, &file?, None, MAX_MANIFEST)?,
-        };
-        let manifest = Manifest::parse(&bytes);
-        let manifest = manifest.map_err(|source| LoadError::Manifest { path, source })?;
+        let manifest = manifest(dir)?;
+        if let Some(parent) = &manifest.parent {
+            return Err(LoadError::Difference { dir: dir.to_owned(), base: parent.dir.clone() });
+        }
         let path = dir.join(STATE);
         let bytes = read(&path, &open(&path)?, Some(manifest.state_bytes), MAX_STATE)?;
         if checksum::of(&bytes) != manifest.state_crc64 {
@@ -110,6 +118,22 @@ impl Saved {
     }
 }
 
+/// Reads the description of the one in the folder `dir`, and nothing else.
+pub fn manifest(dir: &Path) -> Result<Manifest, LoadError> {
+    let path = dir.join(MANIFEST);
+    let missing = |error: &LoadError| matches!(error, LoadError::Read { source, .. } if source.kind() == io::ErrorKind::NotFound);
+    let bytes = match open(&path) {
+        Err(error) if missing(&error) && folder::is_being_written(dir) => {
+            return Err(LoadError::BeingWritten(dir.to_owned()));
+        }
+        Err(error) if missing(&error) && dir.is_dir() => {
+            return Err(LoadError::Incomplete(dir.to_owned()));
+        }
+        file => read(&path, &file?, None, MAX_MANIFEST)?,
+    };
+    Manifest::parse(&bytes).map_err(|source| LoadError::Manifest { path, source })
+}
+
 /// What of the state is of another machine.
 fn contradiction(manifest: &Manifest, state: &MachineState) -> Option<&'static str> {
     let config = &manifest.config;
@@ -127,7 +151,7 @@ fn contradiction(manifest: &Manifest, state: &MachineState) -> Option<&'static s
 }
 
 /// Opens a regular file. Neither follows a link nor waits for the other end of a FIFO.
-fn open(path: &Path) -> Result<File, LoadError> {
+pub(super) fn open(path: &Path) -> Result<File, LoadError> {
     let flags = libc::O_CLOEXEC | libc::O_NOFOLLOW | libc::O_NONBLOCK;
     let opened = OpenOptions::new().read(true).custom_flags(flags).open(path);
     let file = opened.map_err(|source| match source.raw_os_error() {
@@ -141,7 +165,7 @@ fn open(path: &Path) -> Result<File, LoadError> {
     }
 }
 
-fn size(path: &Path, file: &File) -> Result<u64, LoadError> {
+pub(super) fn size(path: &Path, file: &File) -> Result<u64, LoadError> {
     let metadata = file.metadata();
     let metadata = metadata.map_err(|source| LoadError::Read { path: path.to_owned(), source })?;
     Ok(metadata.len())
@@ -151,7 +175,7 @@ fn wrong_size(path: &Path, found: u64, expected: String) -> LoadError {
     LoadError::Size { path: path.to_owned(), found, expected }
 }
 
-fn expect_size(path: &Path, file: &File, expected: u64) -> Result<(), LoadError> {
+pub(super) fn expect_size(path: &Path, file: &File, expected: u64) -> Result<(), LoadError> {
     match size(path, file)? {
         found if found == expected => Ok(()),
         found => Err(wrong_size(path, found, expected.to_string())),
@@ -159,7 +183,12 @@ fn expect_size(path: &Path, file: &File, expected: u64) -> Result<(), LoadError>
 }
 
 /// Reads all of a file of that size, or of at most `max` bytes.
-fn read(path: &Path, file: &File, expected: Option<u64>, max: u64) -> Result<Vec<u8>, LoadError> {
+pub(super) fn read(
+    path: &Path,
+    file: &File,
+    expected: Option<u64>,
+    max: u64,
+) -> Result<Vec<u8>, LoadError> {
     if let Some(expected) = expected {
         expect_size(path, file, expected)?;
     }
@@ -192,7 +221,7 @@ mod tests {
         state.irqchips.resize(3, state.irqchips[0]);
         change(&mut state);
         let state = state.to_bytes().unwrap();
-        let manifest = Manifest::new(config(), 0, &state).to_bytes().unwrap();
+        let manifest = Manifest::new(config(), "0".repeat(32), 0, &state).to_bytes().unwrap();
         fs::write(folder.path().join(STATE), state).unwrap();
         fs::write(folder.path().join(MANIFEST), manifest).unwrap();
         File::create(folder.path().join(MEMORY)).unwrap().set_len(64 << 20).unwrap();

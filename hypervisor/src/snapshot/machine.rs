@@ -74,7 +74,7 @@ impl MachineState {
 }
 
 #[cfg(test)]
-pub(super) mod tests {
+pub(crate) mod tests {
     use super::*;
 
     /// A state with something of everything.

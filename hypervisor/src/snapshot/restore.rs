@@ -55,6 +55,13 @@ pub enum ApplyError {
 }
 
 impl MachineState {
+    /// Refuses a host on which the vCPUs cannot run, as far as that can be told without KVM.
+    pub fn check_processor(&self) -> Result<(), ApplyError> {
+        (0..).zip(&self.vcpus).try_for_each(|(id, vcpu)| {
+            vcpu.check_processor().map_err(|source| ApplyError::Vcpu { id, source })
+        })
+    }
+
     /// Refuses a host whose processor, of which KVM can give `supported`, lacks what the guest uses.
     pub fn check_features(&self, supported: &CpuId) -> Result<(), ApplyError> {
         (0..).zip(&self.vcpus).try_for_each(|(id, vcpu)| {

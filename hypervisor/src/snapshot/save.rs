@@ -1,21 +1,29 @@
 //! Writes a VM that stands still into a directory: all of it or nothing.
+//!
+//! In three steps, of which the guest notices only the second: [`Job::prepare`] finds every mistake
+//! that can be found while it runs, [`Job::freeze`] takes the instant, and [`Frozen::finish`] brings it
+//! to the disk while the guest goes on.
 
-use std::fs::{self, DirBuilder, File, OpenOptions};
+use std::fs::File;
 use std::io::{self, Write};
-use std::os::unix::fs::{DirBuilderExt, FileExt, OpenOptionsExt};
-use std::path::{Path, PathBuf};
 use std::sync::PoisonError;
-use std::time::{SystemTime, UNIX_EPOCH};
+use std::time::{Duration, Instant, SystemTime, UNIX_EPOCH};
 
-use devices::memory::{Bytes, GuestAddress, Memory};
 use devices::snapshot::SaveError;
+use devices::virtio::rng::host_entropy;
 use guest_protocol::Hello;
-use vm_memory::{GuestMemoryBackend, GuestMemoryRegion};
 
+use super::disks::{self, DiskCopyError, Outside, Plan};
+use super::folder::{FolderError, NewFolder};
+use super::host_files::{self, HostFileError};
+use super::image::{self, Run, Written};
+use super::load::LoadError;
 use super::machine::MachineState;
-use super::manifest::Manifest;
+use super::manifest::{Manifest, Parent};
+use super::pages::{self, PageSet};
 use super::vcpu::VcpuState;
-use super::{MANIFEST, MEMORY, STATE};
+use super::{MANIFEST, MEMORY, PAGES, RUNS, STATE, SUMS, checksum, load};
+use crate::api::{MemoryMethod, SnapshotReport, SnapshotRequest};
 use crate::config::VmConfig;
 use crate::kvm::KvmError;
 use crate::vcpu::VcpuError;
@@ -24,19 +32,33 @@ use crate::vm::{Vm, lock};
 /// Why there is no snapshot. Nothing is left of it, and the VM is as it was.
 #[derive(Debug, thiserror::Error)]
 pub enum SnapshotError {
-    /// Somebody else's.
-    #[error("{} exists; choose another name, or remove it", .0.display())]
-    Exists(PathBuf),
-    /// Not something with a parent.
-    #[error("{} is no name for a new folder", .0.display())]
-    Name(PathBuf),
-    /// The host refuses.
-    #[error("{} cannot be written: {source}", path.display())]
-    Write {
-        /// The file or folder.
-        path: PathBuf,
-        /// The reason.
-        source: io::Error,
+    /// The folder cannot be made.
+    #[error(transparent)]
+    Folder(#[from] FolderError),
+    /// A disk cannot be copied.
+    #[error(transparent)]
+    Disk(#[from] DiskCopyError),
+    /// What it shall be a difference to cannot be read.
+    #[error("no difference can be made: {0}")]
+    Base(#[source] LoadError),
+    /// Nothing to compare with.
+    #[error(
+        "no difference can be made: {dir} is itself one, and this VM does not know what has changed \
+         since; merge it with its base first, or name the snapshot that was taken last"
+    )]
+    BaseIsDifference {
+        /// The folder.
+        dir: String,
+    },
+    /// Memory of another machine.
+    #[error("no difference can be made: {dir} has {found} bytes of memory, this VM has {here}")]
+    BaseSize {
+        /// The folder.
+        dir: String,
+        /// Its bytes.
+        found: u64,
+        /// Those of the VM.
+        here: u64,
     },
     /// What would be lost.
     #[error(
@@ -59,9 +81,12 @@ pub enum SnapshotError {
         /// The reason.
         source: SaveError,
     },
-    /// Guest memory is not there.
-    #[error("guest memory cannot be read: {0}")]
-    Memory(#[source] vm_memory::GuestMemoryError),
+    /// A file of the VM is gone.
+    #[error(transparent)]
+    Files(#[from] HostFileError),
+    /// No name for it.
+    #[error("the host's random number generator failed: {0}")]
+    Entropy(#[source] io::Error),
     /// KVM does not tell its state.
     #[error(transparent)]
     Kvm(#[from] KvmError),
@@ -70,31 +95,199 @@ pub enum SnapshotError {
     Vcpu(#[from] VcpuError),
 }
 
-/// Bytes of memory that are looked at and written at a time.
-const CHUNK: usize = 1 << 20;
-/// What is left out if it is all zeros.
-const PAGE: usize = 4096;
-static ZEROS: [u8; PAGE] = [0; PAGE];
+/// A snapshot that is going to be taken.
+pub struct Job {
+    started: Instant,
+    id: String,
+    folder: NewFolder,
+    base: Option<Base>,
+    disks: Vec<Plan>,
+    track: bool,
+}
 
-impl Vm {
-    /// Writes the VM, which must be paused, into the folder `dir`, which must not exist. `hello` is
-    /// what the agent has said.
-    pub fn snapshot(&self, dir: &Path, hello: Option<&Hello>) -> Result<(), SnapshotError> {
-        if let Some(pmem) = self.config().all_pmem().into_iter().find(|pmem| !pmem.read_only) {
+/// What it will be a difference to.
+struct Base {
+    parent: Parent,
+    /// Its memory, if it is whole.
+    memory: Option<File>,
+}
+
+/// A snapshot of an instant that is over, not on the disk yet.
+pub struct Frozen {
+    folder: NewFolder,
+    outside: Outside,
+    manifest: Manifest,
+    report: SnapshotReport,
+    started: Instant,
+}
+
+/// What of memory has been written.
+struct SavedMemory {
+    method: MemoryMethod,
+    written: Written,
+    /// Of a difference: which pages.
+    runs: Option<Vec<Run>>,
+}
+
+impl Job {
+    /// Checks what can be checked, and makes the folder. While the guest may run.
+    pub fn prepare(vm: &Vm, request: &SnapshotRequest) -> Result<Self, SnapshotError> {
+        let started = Instant::now();
+        if let Some(pmem) = vm.config().all_pmem().into_iter().find(|pmem| !pmem.read_only) {
             return Err(SnapshotError::WritablePmem(pmem.id));
         }
-        if self.config().shares_memory() {
+        if vm.config().shares_memory() {
             return Err(SnapshotError::Shared);
         }
-        let folder = NewFolder::make(dir)?;
-        let state = self.machine_state(hello)?.to_bytes().map_err(device("the machine"))?;
+        let mut id = [0; 16];
+        host_entropy(&mut id).map_err(SnapshotError::Entropy)?;
+        let id = id.iter().map(|byte| format!("{byte:02x}")).collect();
+        let base = request.diff_of.as_ref().map(|dir| Base::open(dir, vm)).transpose()?;
+        let folder = NewFolder::make(&request.dir, request.durability)?;
+        let disks = disks::plan(vm.config(), &vm.disks, &request.disk_clones, &folder)?;
+        let track = request.track || base.is_some();
+        Ok(Self { started, id, folder, base, disks, track })
+    }
+
+    /// Takes the instant. The VM must be paused; `hello` is what the agent has said.
+    pub fn freeze(self, vm: &mut Vm, hello: Option<&Hello>) -> Result<Frozen, SnapshotError> {
+        let Self { started, id, mut folder, base, disks, track } = self;
+        let state = vm.machine_state(hello)?.to_bytes().map_err(device("the machine"))?;
         folder.write(STATE, |file| file.write_all(&state))?;
-        write_memory(self.memory(), &folder)?;
-        let now = SystemTime::now().duration_since(UNIX_EPOCH).unwrap_or_default();
-        let now = u64::try_from(now.as_nanos()).unwrap_or(0);
-        let manifest = Manifest::new(absolute(self.config()), now, &state);
-        folder.write(MANIFEST, |file| file.write_all(&manifest.to_bytes()?))?;
-        folder.complete()
+        let mut manifest = Manifest::new(absolute(vm.config()), id, now(), &state);
+        // After all that might write to memory.
+        vm.tracking.take(&vm.handle, &vm.memory)?;
+        let SavedMemory { method, written, runs } = match &base {
+            Some(base) => vm.write_difference(&mut folder, base)?,
+            None => vm.write_whole(&mut folder)?,
+        };
+        let sums = written.sums.to_bytes();
+        manifest.sums_crc64 = Some(checksum::of(&sums));
+        folder.write(SUMS, |file| file.write_all(&sums))?;
+        if let (Some(base), Some(runs)) = (base, runs) {
+            let runs = image::runs_to_bytes(&runs);
+            folder.write(RUNS, |file| file.write_all(&runs))?;
+            let (runs_crc64, pages_bytes) = (checksum::of(&runs), written.bytes);
+            manifest.parent = Some(Parent { runs_crc64, pages_bytes, ..base.parent });
+        }
+        let mut outside = Outside::default();
+        for disk in disks {
+            manifest.disks.push(disk.copy(&mut folder, &mut outside)?);
+        }
+        manifest.files = host_files::measure(vm.config(), &manifest.disks)?;
+        if track {
+            vm.tracking.start(&vm.handle, &vm.memory)?;
+        }
+        let report = SnapshotReport {
+            id: manifest.id.clone(),
+            paused_us: None,
+            total_us: 0,
+            memory: method,
+            memory_bytes: written.bytes,
+            disks: manifest.disks.clone(),
+        };
+        Ok(Frozen { folder, outside, manifest, report, started })
+    }
+}
+
+impl Frozen {
+    /// Completes the folder, which makes it a snapshot. The guest, which has stood still for
+    /// `paused`, may run.
+    pub fn finish(mut self, paused: Option<Duration>) -> Result<SnapshotReport, SnapshotError> {
+        self.folder.sync()?;
+        let manifest = &self.manifest;
+        self.folder.write(MANIFEST, |file| file.write_all(&manifest.to_bytes()?))?;
+        self.folder.complete()?;
+        self.outside.keep();
+        let micros = |time: Duration| u64::try_from(time.as_micros()).unwrap_or(u64::MAX);
+        let (paused_us, total_us) = (paused.map(micros), micros(self.started.elapsed()));
+        Ok(SnapshotReport { paused_us, total_us, ..self.report })
+    }
+}
+
+fn now() -> u64 {
+    let now = SystemTime::now().duration_since(UNIX_EPOCH).unwrap_or_default();
+    u64::try_from(now.as_nanos()).unwrap_or(0)
+}
+
+impl Base {
+    /// Reads what a VM shall be saved as a difference to.
+    fn open(dir: &std::path::Path, vm: &Vm) -> Result<Self, SnapshotError> {
+        let manifest = load::manifest(dir).map_err(SnapshotError::Base)?;
+        let (found, here) = (manifest.memory_bytes, vm.config().memory.bytes());
+        if found != here {
+            let dir = dir.display().to_string();
+            return Err(SnapshotError::BaseSize { dir, found, here });
+        }
+        let memory = match &manifest.parent {
+            Some(_) => None,
+            None => {
+                let path = dir.join(MEMORY);
+                let file = load::open(&path).and_then(|file| {
+                    load::expect_size(&path, &file, found)?;
+                    Ok(file)
+                });
+                Some(file.map_err(SnapshotError::Base)?)
+            }
+        };
+        let dir = std::path::absolute(dir).unwrap_or_else(|_| dir.to_owned());
+        let parent = Parent { id: manifest.id, dir, runs_crc64: String::new(), pages_bytes: 0 };
+        Ok(Self { parent, memory })
+    }
+}
+
+impl Vm {
+    /// There is a snapshot `id` of the instant that was frozen last.
+    pub fn saved(&mut self, id: &str) {
+        self.tracking.succeeded(id.to_owned(), &self.memory);
+    }
+
+    fn write_whole(&self, folder: &mut NewFolder) -> Result<SavedMemory, SnapshotError> {
+        let occupied = self.occupied();
+        let written =
+            folder.write(MEMORY, |file| image::write_whole(file, &self.memory, &occupied))?;
+        Ok(SavedMemory { method: MemoryMethod::Whole, written, runs: None })
+    }
+
+    /// The pages that may hold something else than zeros.
+    fn occupied(&self) -> PageSet {
+        let bytes = self.config().memory.bytes();
+        // What a VM was made of is in its mapping's file. If there is none it is somewhere that the
+        // page map does not tell.
+        if self.tracking.is_restored() && !pages::are_of_image(&self.memory) {
+            return PageSet::all(bytes);
+        }
+        pages::occupied(&self.memory).unwrap_or_else(|error| {
+            tracing::warn!(%error, "all of memory is read, since the page map cannot be");
+            PageSet::all(bytes)
+        })
+    }
+
+    fn write_difference(
+        &self,
+        folder: &mut NewFolder,
+        base: &Base,
+    ) -> Result<SavedMemory, SnapshotError> {
+        let id = &base.parent.id;
+        let (pages, compared, method) = if let Some(logged) = self.tracking.logged_since(id) {
+            (logged.clone(), None, MemoryMethod::Log)
+        } else if let Some(mapped) = self.tracking.mapped_since(id, &self.memory) {
+            (mapped, None, MemoryMethod::Mapping)
+        } else if let Some(memory) = &base.memory {
+            let mut pages = self.occupied();
+            let bytes = self.config().memory.bytes();
+            // What is zeros here may not be there.
+            if pages.insert_extents(memory, bytes).is_err() {
+                pages = PageSet::all(bytes);
+            }
+            (pages, Some(memory), MemoryMethod::Compared)
+        } else {
+            let dir = base.parent.dir.display().to_string();
+            return Err(SnapshotError::BaseIsDifference { dir });
+        };
+        let (runs, written) = folder
+            .write(PAGES, |file| image::write_difference(file, &self.memory, &pages, compared))?;
+        Ok(SavedMemory { method, written, runs: Some(runs) })
     }
 
     fn machine_state(&self, hello: Option<&Hello>) -> Result<MachineState, SnapshotError> {
@@ -141,189 +334,4 @@ fn absolute(config: &VmConfig) -> VmConfig {
         }
     }
     config
-}
-
-/// A folder under a preliminary name. Gone when it is dropped before it is complete.
-struct NewFolder {
-    preliminary: PathBuf,
-    path: PathBuf,
-    complete: bool,
-}
-
-impl NewFolder {
-    fn make(path: &Path) -> Result<Self, SnapshotError> {
-        let Some(name) = path.file_name() else {
-            return Err(SnapshotError::Name(path.to_owned()));
-        };
-        let mut preliminary = name.to_owned();
-        preliminary.push(".tmp");
-        let preliminary = path.with_file_name(preliminary);
-        if path.symlink_metadata().is_ok() {
-            return Err(SnapshotError::Exists(path.to_owned()));
-        }
-        match DirBuilder::new().mode(0o700).create(&preliminary) {
-            Ok(()) => Ok(Self { preliminary, path: path.to_owned(), complete: false }),
-            Err(error) if error.kind() == io::ErrorKind::AlreadyExists => {
-                Err(SnapshotError::Exists(preliminary))
-            }
-            Err(source) => Err(SnapshotError::Write { path: preliminary, source }),
-        }
-    }
-
-    fn write(
-        &self,
-        name: &str,
-        content: impl FnOnce(&mut File) -> io::Result<()>,
-    ) -> Result<(), SnapshotError> {
-        let path = self.preliminary.join(name);
-        let mut options = OpenOptions::new();
-        let mut open = || options.write(true).create_new(true).mode(0o600).open(&path);
-        let written = open().and_then(|mut file| {
-            content(&mut file)?;
-            file.sync_all()
-        });
-        written.map_err(|source| SnapshotError::Write { path, source })
-    }
-
-    fn complete(mut self) -> Result<(), SnapshotError> {
-        let failed = |source| SnapshotError::Write { path: self.path.clone(), source };
-        let sync = |path: &Path| File::open(path).and_then(|folder| folder.sync_all());
-        sync(&self.preliminary).map_err(failed)?;
-        // An empty folder that came in the meantime would be replaced; anything else is not.
-        fs::rename(&self.preliminary, &self.path).map_err(failed)?;
-        self.complete = true;
-        let parent = self.path.parent().filter(|parent| !parent.as_os_str().is_empty());
-        if let Err(error) = sync(parent.unwrap_or(Path::new("."))) {
-            tracing::warn!(%error, "the snapshot's name may not survive a crash of the host");
-        }
-        Ok(())
-    }
-}
-
-impl Drop for NewFolder {
-    fn drop(&mut self) {
-        if !self.complete
-            && let Err(error) = fs::remove_dir_all(&self.preliminary)
-        {
-            tracing::warn!(%error, folder = %self.preliminary.display(), "not removed");
-        }
-    }
-}
-
-/// Writes guest RAM, one region after the other; pages of zeros become holes.
-fn write_memory(memory: &Memory, folder: &NewFolder) -> Result<(), SnapshotError> {
-    let mut failure = None;
-    let written = folder.write(MEMORY, |file| {
-        file.set_len(crate::memory::size(memory))?;
-        let mut buffer = vec![0; CHUNK];
-        let mut offset = 0;
-        for region in memory.iter() {
-            let (start, len) = (region.start_addr().0, region.len());
-            for at in (0..len).step_by(CHUNK) {
-                let size = usize::try_from(len - at).unwrap_or(CHUNK).min(CHUNK);
-                let chunk = buffer.get_mut(..size).unwrap_or_default();
-                if let Err(error) = memory.read_slice(chunk, GuestAddress(start + at)) {
-                    failure = Some(error);
-                    return Ok(());
-                }
-                write_pages(file, chunk, offset + at)?;
-            }
-            offset += len;
-        }
-        Ok(())
-    });
-    failure.map_or(written, |error| Err(SnapshotError::Memory(error)))
-}
-
-/// Writes the runs of pages that are not all zeros.
-fn write_pages(file: &File, chunk: &[u8], offset: u64) -> io::Result<()> {
-    let is_zero = |page: &[u8]| ZEROS.get(..page.len()) == Some(page);
-    let mut pages = chunk.chunks(PAGE).enumerate().peekable();
-    while let Some((first, page)) = pages.next() {
-        if is_zero(page) {
-            continue;
-        }
-        let mut end = first + 1;
-        while pages.next_if(|(_, page)| !is_zero(page)).is_some() {
-            end += 1;
-        }
-        let run = chunk.get(first * PAGE..chunk.len().min(end * PAGE)).unwrap_or_default();
-        file.write_all_at(run, offset + (first * PAGE) as u64)?;
-    }
-    Ok(())
-}
-
-#[cfg(test)]
-mod tests {
-    use std::os::unix::fs::MetadataExt;
-
-    use super::*;
-
-    #[test]
-    fn memory_comes_back_equal_and_zeros_take_no_room() {
-        let root = tempfile::tempdir().unwrap();
-        let bytes = 5 << 30;
-        let memory = crate::memory::fresh(bytes).unwrap();
-        let places = [0x1234, 0x9f_fff0, (3 << 30) - 16, 4 << 30, (6 << 30) - 16];
-        for (place, pattern) in places.into_iter().zip(1_u8..) {
-            memory.write_slice(&[pattern; 16], GuestAddress(place)).unwrap();
-        }
-        let folder = NewFolder::make(&root.path().join("s")).unwrap();
-        write_memory(&memory, &folder).unwrap();
-        folder.complete().unwrap();
-        let image = File::open(root.path().join("s").join(MEMORY)).unwrap();
-        let metadata = image.metadata().unwrap();
-        assert_eq!(metadata.len(), bytes);
-        assert!(metadata.blocks() * 512 < 1 << 20, "{} blocks", metadata.blocks());
-        let again = crate::memory::from_image(bytes, image).unwrap();
-        for (place, pattern) in places.into_iter().zip(1_u8..) {
-            let mut read = [0; 17];
-            again.read_slice(&mut read[..16], GuestAddress(place)).unwrap();
-            assert_eq!(read[..16], [pattern; 16], "{place:#x}");
-        }
-        // Writes stay in the mapping.
-        again.write_slice(&[9; 16], GuestAddress(0x1234)).unwrap();
-        let image = File::open(root.path().join("s").join(MEMORY)).unwrap();
-        let mut stored = [0; 16];
-        image.read_exact_at(&mut stored, 0x1234).unwrap();
-        assert_eq!(stored, [1; 16]);
-    }
-
-    #[test]
-    fn runs_of_pages_are_written_where_they_belong() {
-        let file = tempfile::tempfile().unwrap();
-        let mut chunk = vec![0; 6 * PAGE + 100];
-        for page in [1, 2, 4, 6] {
-            chunk[page * PAGE] = page as u8;
-        }
-        write_pages(&file, &chunk, 0).unwrap();
-        let mut read = vec![0; chunk.len()];
-        file.read_exact_at(&mut read, 0).unwrap();
-        assert_eq!(read, chunk);
-        assert_eq!(file.metadata().unwrap().len(), chunk.len() as u64);
-    }
-
-    #[test]
-    fn what_is_not_complete_is_gone() {
-        let root = tempfile::tempdir().unwrap();
-        let path = root.path().join("s");
-        let folder = NewFolder::make(&path).unwrap();
-        folder.write(STATE, |file| file.write_all(b"x")).unwrap();
-        assert!(matches!(NewFolder::make(&path), Err(SnapshotError::Exists(_))));
-        let full = folder.write(MEMORY, |_| Err(io::ErrorKind::StorageFull.into()));
-        assert!(full.unwrap_err().to_string().contains("memory cannot be written"));
-        drop(folder);
-        assert_eq!(fs::read_dir(root.path()).unwrap().count(), 0);
-    }
-
-    #[test]
-    fn nothing_is_replaced() {
-        let root = tempfile::tempdir().unwrap();
-        let path = root.path().join("s");
-        fs::write(&path, "mine").unwrap();
-        assert!(matches!(NewFolder::make(&path), Err(SnapshotError::Exists(_))));
-        for name in ["/", "..", "/nonexistent/folder"] {
-            assert!(NewFolder::make(Path::new(name)).is_err(), "{name}");
-        }
-    }
 }

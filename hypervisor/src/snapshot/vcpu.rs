@@ -9,12 +9,16 @@ use kvm_bindings::{
 use kvm_ioctls::VcpuFd;
 use serde::{Deserialize, Serialize};
 
+use super::features;
 use crate::kvm::KvmError;
 
 /// The time stamp counter.
 const IA32_TSC: u32 = 0x10;
 /// When the local APIC's timer fires, in units of the time stamp counter.
 const IA32_TSC_DEADLINE: u32 = 0x6e0;
+
+/// What a time stamp counter may run at, in kHz.
+const TSC_KHZ: std::ops::RangeInclusive<u32> = 100_000..=20_000_000;
 
 /// Bytes of the extended state before there were larger ones.
 const XSAVE_SIZE: usize = size_of::<kvm_xsave>();
@@ -73,6 +77,17 @@ pub enum VcpuStateError {
         /// The saved value.
         value: u64,
     },
+    /// Another maker's processor.
+    #[error("the guest runs on processors of {saved:?}, this host's is of {here:?}")]
+    Vendor {
+        /// Where it was saved.
+        saved: String,
+        /// Here.
+        here: String,
+    },
+    /// A counter that no processor has.
+    #[error("the guest's time stamp counter cannot have run at {0} kHz")]
+    ImpossibleTsc(u32),
     /// The clocks differ.
     #[error(
         "the guest's time stamp counter runs at {saved} kHz, this host's at {here} kHz and cannot \
@@ -132,8 +147,23 @@ impl VcpuState {
 
     /// Refuses what this host, whose KVM can give `supported`, has no features for.
     pub fn check_features(&self, supported: &CpuId) -> Result<(), VcpuStateError> {
-        let lacking = lacking_features(&self.cpuid, supported.as_slice());
+        let lacking = features::lacking(&self.cpuid, supported.as_slice());
         if lacking.is_empty() { Ok(()) } else { Err(VcpuStateError::Features(lacking.join(", "))) }
+    }
+
+    /// Refuses what can be told not to run here without asking KVM.
+    pub fn check_processor(&self) -> Result<(), VcpuStateError> {
+        if let Some((saved, here)) = features::other_vendor(&self.cpuid) {
+            return Err(VcpuStateError::Vendor { saved, here });
+        }
+        let lacking = features::lacking_here(&self.cpuid);
+        if !lacking.is_empty() {
+            return Err(VcpuStateError::Features(lacking.join(", ")));
+        }
+        if self.tsc_khz != 0 && !TSC_KHZ.contains(&self.tsc_khz) {
+            return Err(VcpuStateError::ImpossibleTsc(self.tsc_khz));
+        }
+        Ok(())
     }
 
     /// Sets the state of a vCPU that has never run.
@@ -279,57 +309,4 @@ fn write_msrs(fd: &VcpuFd, saved: &[kvm_msr_entry]) -> Result<(), VcpuStateError
 
 fn value_of(fd: &VcpuFd, index: u32) -> Result<Option<u64>, KvmError> {
     Ok(read_msrs(fd, &[index])?.first().map(|msr| msr.data))
-}
-
-/// Leaves of which each bit is a feature: function, index, and which of EAX to EDX.
-const FEATURES: [(u32, u32, [bool; 4]); 6] = [
-    (0x1, 0, [false, false, true, true]),
-    (0x7, 0, [false, true, true, true]),
-    (0x7, 1, [true, true, true, true]),
-    (0xd, 1, [true, false, false, false]),
-    (0x8000_0001, 0, [false, false, true, true]),
-    (0x8000_0008, 0, [false, true, false, false]),
-];
-
-/// Bits that are not the host's to have: the hypervisor and hyper-threading bits are set by us.
-fn is_ours(function: u32, register: usize, bit: u32) -> bool {
-    matches!((function, register, bit), (0x1, 2, 31) | (0x1, 3, 28))
-}
-
-fn lacking_features(saved: &[kvm_cpuid_entry2], host: &[kvm_cpuid_entry2]) -> Vec<String> {
-    let registers = |leaves: &[kvm_cpuid_entry2], function, index| {
-        let leaf = leaves.iter().find(|leaf| leaf.function == function && leaf.index == index);
-        leaf.map_or([0; 4], |leaf| [leaf.eax, leaf.ebx, leaf.ecx, leaf.edx])
-    };
-    let mut lacking = Vec::new();
-    for (function, index, which) in FEATURES {
-        let (had, has) = (registers(saved, function, index), registers(host, function, index));
-        for (register, name) in ["eax", "ebx", "ecx", "edx"].into_iter().enumerate() {
-            if !which.get(register).copied().unwrap_or(false) {
-                continue;
-            }
-            let bits = had.get(register).unwrap_or(&0) & !has.get(register).unwrap_or(&0);
-            let bits = (0..32).filter(|bit| bits >> bit & 1 == 1);
-            let bits = bits.filter(|&bit| !is_ours(function, register, bit));
-            lacking.extend(bits.map(|bit| format!("CPUID {function:#x}.{index} {name} bit {bit}")));
-        }
-    }
-    lacking
-}
-
-#[cfg(test)]
-mod tests {
-    use super::*;
-
-    fn leaf(function: u32, ecx: u32) -> kvm_cpuid_entry2 {
-        kvm_cpuid_entry2 { function, ecx, ..Default::default() }
-    }
-
-    #[test]
-    fn features_that_the_host_lacks_are_named() {
-        let host = [leaf(1, 0b0110), leaf(0x8000_0001, 1)];
-        let saved = [leaf(1, 0b1010 | 1 << 31), leaf(0x8000_0001, 0)];
-        assert_eq!(lacking_features(&saved, &host), ["CPUID 0x1.0 ecx bit 3"]);
-        assert!(lacking_features(&host, &host).is_empty());
-    }
 }

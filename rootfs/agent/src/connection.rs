@@ -111,7 +111,8 @@ impl Session<'_> {
                 self.bound.retain(|bound| *bound != process);
             }
             Request::Renew(renew) if agent.guest => guest::renew(&renew)?,
-            Request::Renew(_) | Request::PowerOff { .. } => {
+            Request::Configure(configure) if agent.guest => guest::configure(&configure)?,
+            Request::Renew(_) | Request::Configure(_) | Request::PowerOff { .. } => {
                 return Err(Refusal::Invalid("this agent does not run in a guest of its own"));
             }
             Request::Attach { .. } => {

@@ -1,13 +1,16 @@
 //! The state of the guest: what it tells about itself, and how it gets a new identity.
 
+use crate::network;
 use crate::refusal::Refusal;
-use guest_protocol::{Hello, Info, PROTOCOL_VERSION, Renew};
+use guest_protocol::{Configure, Hello, Info, PROTOCOL_VERSION, Renew};
 use nix::errno::Errno;
 use nix::sys::time::TimeSpec;
 use nix::time::{ClockId, clock_gettime, clock_settime};
 use nix::unistd::sethostname;
 use std::fs::{self, OpenOptions};
+use std::io;
 use std::os::fd::AsRawFd;
+use std::os::unix::fs::PermissionsExt;
 use std::time::Duration;
 
 /// As many bytes of entropy as are taken at once.
@@ -64,6 +67,26 @@ pub fn renew(renew: &Renew) -> Result<(), Refusal> {
         sethostname(name).map_err(Refusal::system("set the host name"))?;
     }
     Ok(())
+}
+
+/// Takes on the names and addresses that the host gives.
+pub fn configure(configure: &Configure) -> Result<(), Refusal> {
+    if let Some(id) = &configure.machine_id {
+        if id.len() != 32 || !id.bytes().all(|digit| digit.is_ascii_hexdigit()) {
+            return Err(Refusal::Invalid("a machine id is 32 hexadecimal digits"));
+        }
+        replace("/etc/machine-id", &format!("{id}\n"))
+            .map_err(Refusal::io("write /etc/machine-id"))?;
+    }
+    configure.network.iter().try_for_each(network::configure)
+}
+
+/// Who reads the file meanwhile reads all of the old or all of the new one.
+fn replace(path: &str, content: &str) -> io::Result<()> {
+    let new = format!("{path}.new");
+    fs::write(&new, content)?;
+    fs::set_permissions(&new, fs::Permissions::from_mode(0o444))?;
+    fs::rename(&new, path)
 }
 
 /// Credits `bytes` to the kernel's generator and makes it use them at once.

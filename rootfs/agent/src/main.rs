@@ -9,6 +9,7 @@
 //! | `process` | the processes that were spawned, until they are released |
 //! | `spawn`, `program`, `child` | start one: prepare, fork, and what happens in between |
 //! | `stream`, `terminal`, `watch` | move the bytes of an attached stream; terminals; poll |
+//! | `network`, `netlink` | other addresses for a restored guest, and the kernel's part in it |
 //! | `guest`, `power`, `stamp`, `log` | the guest's state; its end; boot stamps; the console |
 
 mod boot;
@@ -17,6 +18,8 @@ mod connection;
 mod guest;
 mod listen;
 mod log;
+mod netlink;
+mod network;
 mod power;
 mod process;
 mod program;

@@ -68,7 +68,7 @@ impl Profile {
 
     /// Puts it on this thread, for good. Needs `no_new_privs`, or `CAP_SYS_ADMIN`.
     pub fn install(&self) -> io::Result<()> {
-        self.programs.iter().try_for_each(|program| install(program))
+        self.programs.iter().try_for_each(install)
     }
 }
 

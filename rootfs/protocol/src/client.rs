@@ -2,8 +2,8 @@
 
 use crate::frame::{self, Deadline};
 use crate::{
-    AGENT_PORT, Connect, ErrorKind, ExitStatus, FrameError, Info, MAX_FRAME, PowerOff, ProcessId,
-    Renew, Request, Response, Spawn, Spawned, Stream, WindowSize,
+    AGENT_PORT, Configure, Connect, ErrorKind, ExitStatus, FrameError, Info, MAX_FRAME, PowerOff,
+    ProcessId, Renew, Request, Response, Spawn, Spawned, Stream, WindowSize,
 };
 use std::io;
 use std::os::unix::net::UnixStream;
@@ -226,6 +226,14 @@ impl Client {
     /// Like all requests: [`Error`].
     pub fn renew(&mut self, renew: Renew) -> Result<(), Error> {
         self.done(&Request::Renew(renew))
+    }
+
+    /// Gives a guest names and addresses of its own.
+    ///
+    /// # Errors
+    /// Like all requests: [`Error`].
+    pub fn configure(&mut self, configure: Configure) -> Result<(), Error> {
+        self.done(&Request::Configure(configure))
     }
 
     /// Ends the guest. It goes away just after the answer.

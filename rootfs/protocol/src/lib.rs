@@ -38,8 +38,8 @@ pub use client::{Client, Error};
 pub use connect::{Connect, HybridSocket};
 pub use frame::FrameError;
 pub use message::{
-    ErrorKind, ExitStatus, Hello, Info, PowerOff, ProcessId, Renew, Request, Response, Spawn,
-    Spawned, Stream, WindowSize,
+    Address, Configure, ErrorKind, ExitStatus, Hello, Info, Interface, Neighbour, PowerOff,
+    ProcessId, Renew, Request, Response, Spawn, Spawned, Stream, WindowSize,
 };
 pub use session::{Remote, Session, Stdio};
 

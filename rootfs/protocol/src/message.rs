@@ -3,6 +3,7 @@
 
 use serde::{Deserialize, Serialize};
 use std::fmt;
+use std::net::IpAddr;
 
 /// Names a process from its [`Request::Spawn`] to its [`Request::Release`]. Never used twice in
 /// the life of a guest, unlike a pid.
@@ -77,6 +78,9 @@ pub enum Request {
     /// Makes a guest its own after it has been restored from a snapshot. Always legal. Answer:
     /// [`Response::Done`].
     Renew(Renew),
+    /// Gives a guest names and addresses of its own. Always legal. Answer: [`Response::Done`] when
+    /// all of it is in force and the neighbours have been told.
+    Configure(Configure),
     /// Ends the guest: kills its processes, without asking them, and syncs its file systems.
     /// Always legal. Answer: [`Response::Done`], just before the guest goes away.
     PowerOff {
@@ -101,6 +105,7 @@ impl Request {
             Self::Wait { .. } => "wait",
             Self::Release { .. } => "release",
             Self::Renew(_) => "renew",
+            Self::Configure(_) => "configure",
             Self::PowerOff { .. } => "power-off",
             Self::Unknown => "an unknown request",
         }
@@ -351,6 +356,48 @@ pub struct Renew {
     pub entropy: Vec<u8>,
     /// The host name.
     pub hostname: Option<String>,
+}
+
+/// Names and addresses of a guest; what is absent stays as it is.
+#[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(default)]
+pub struct Configure {
+    /// The content of `/etc/machine-id`: 32 hexadecimal digits.
+    pub machine_id: Option<String>,
+    /// Network interfaces.
+    pub network: Vec<Interface>,
+}
+
+/// A network interface: what is said here takes the place of all that it had.
+#[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(default)]
+pub struct Interface {
+    /// Its name in the guest.
+    pub name: String,
+    /// Its addresses.
+    pub addresses: Vec<Address>,
+    /// Where default routes lead.
+    pub gateways: Vec<IpAddr>,
+    /// Neighbours that need not be asked for.
+    pub neighbours: Vec<Neighbour>,
+}
+
+/// An address of an interface.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
+pub struct Address {
+    /// The address.
+    pub address: IpAddr,
+    /// Bits of its network.
+    pub bits: u8,
+}
+
+/// A neighbour's hardware address.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
+pub struct Neighbour {
+    /// Whose.
+    pub address: IpAddr,
+    /// It.
+    pub mac: [u8; 6],
 }
 
 /// Sent once by the agent to [`READY_PORT`](crate::READY_PORT) when it serves: the guest is ready.

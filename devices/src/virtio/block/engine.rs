@@ -1,6 +1,7 @@
 //! Which engine a disk works with.
 
 use std::fmt;
+use std::fs::File;
 use std::io;
 use std::path::Path;
 use std::str::FromStr;
@@ -67,6 +68,9 @@ impl fmt::Display for EngineKind {
 pub struct OpenDisk {
     /// The disk.
     pub disk: Box<dyn Disk>,
+    /// The file or block device behind it, for copies of it while nothing is in flight. Reading or
+    /// writing it at the same time is a mistake.
+    pub file: File,
     /// Its engine.
     pub engine: EngineKind,
     /// Why it is not io_uring, if that was tried.
@@ -87,12 +91,15 @@ impl OpenDisk {
         ring: impl FnOnce() -> io::Result<IoUring>,
     ) -> Result<Self, DiskError> {
         let file = DiskFile::open(path, read_only)?;
+        let same = file.file().try_clone();
+        let same = same.map_err(|source| DiskError::Open { path: path.to_owned(), source })?;
         let fallback = match engine {
             Engine::Sync => None,
             Engine::Auto | Engine::IoUring => match ring() {
                 Ok(ring) => {
                     let disk = Box::new(UringFile::new(file, ring));
-                    return Ok(Self { disk, engine: EngineKind::IoUring, fallback: None });
+                    let engine = EngineKind::IoUring;
+                    return Ok(Self { disk, file: same, engine, fallback: None });
                 }
                 Err(error) => Some(reason(&error)),
             },
@@ -102,7 +109,7 @@ impl OpenDisk {
         }
         let disk = RawFile::new(file)
             .map_err(|source| DiskError::Event { path: path.to_owned(), source })?;
-        Ok(Self { disk: Box::new(disk), engine: EngineKind::Sync, fallback })
+        Ok(Self { disk: Box::new(disk), file: same, engine: EngineKind::Sync, fallback })
     }
 }
 
