@@ -4,8 +4,8 @@ use std::fs::File;
 use std::os::unix::fs::FileExt;
 use std::path::{Path, PathBuf};
 
-use harness::counter::{before, follows, goes_on, may_skip};
 use harness::Running;
+use harness::counter::{before, follows, goes_on, may_skip};
 use hypervisor::api::MemoryMethod::{self, Compared, Log, Mapping, Whole};
 
 use crate::guest::{Guests, assert_same_but_for_the_generation, differing_pages, text};
@@ -77,7 +77,7 @@ fn the_first_difference_is_right_when_nothing_was_tracked() {
     let base = guests.dir("base");
     guests.save("api", &base, &[]);
     chain_of_five(&guests, "api", &original, &base, Compared);
-    follows('p', &guests.end("api", original));
+    follows('a', &guests.end("api", original));
 }
 
 #[test]
@@ -113,14 +113,15 @@ fn what_a_vm_cannot_differ_from_is_refused_and_it_goes_on() {
     let words = ["snapshot", "copy", text(&out), "--diff-of", text(&one)];
     guests.ask(&words).assert_refused(&["is itself one"]);
     assert!(!out.exists());
-    guests.place.call(["restore", text(&one), "--api-socket", "third"]).end().assert_refused(&[
-        "snapshot merge",
-        text(&one),
-    ]);
+    guests
+        .place
+        .call(["restore", text(&one), "--api-socket", "third"])
+        .end()
+        .assert_refused(&["snapshot merge", text(&one)]);
     goes_on(&original);
     goes_on(&copy);
     guests.end("copy", copy);
-    follows('p', &guests.end("api", original));
+    follows('a', &guests.end("api", original));
 }
 
 #[test]

@@ -129,7 +129,6 @@ Examples:
   cube-vmm restore base --api-socket T --resume --wait-ready --override disk:data=two.img \\
       --hostname two --network eth0=192.0.2.2/24,gateway=192.0.2.1 && cube-vmm exec --api-socket T -- ip a";
 
-
 impl RestoreOptions {
     fn memory_mode(&self) -> anyhow::Result<MemoryMode> {
         Ok(match (self.memory_mode, &self.uffd_socket) {
