@@ -54,10 +54,10 @@ unit: ## Run the tests that need no KVM
 
 native: ## Run the tests of tiny guests, on any /dev/kvm
 	$(call step,Tiny guests)
-	@if [ -e /dev/kvm ]; then cargo test -p cube-tests --test kvm --test hostile --test snapshot --test restore; \
+	@if [ -e /dev/kvm ]; then cargo test -p cube-tests --test kvm --test hostile --test snapshot --test saving --test restore; \
 	else echo 'no /dev/kvm here: in the lab' >&2; \
-	     cargo test -p cube-tests --test kvm --test hostile --test snapshot --test restore --no-run; \
-	     tests/lab/run -- cargo test --offline -p cube-tests --test kvm --test hostile --test snapshot --test restore; fi
+	     cargo test -p cube-tests --test kvm --test hostile --test snapshot --test saving --test restore --no-run; \
+	     tests/lab/run -- cargo test --offline -p cube-tests --test kvm --test hostile --test snapshot --test saving --test restore; fi
 
 guest: ## Run the tests of Linux guests, on hardware KVM or in the lab
 	$(call step,Linux guests)

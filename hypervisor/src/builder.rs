@@ -442,3 +442,6 @@ fn set_up_vcpu(
     }
     Ok(())
 }
+
+#[cfg(test)]
+mod golden;

@@ -1,13 +1,12 @@
 //! Restored Linux guests become others: clocks, names, addresses; and when they count as ready.
 
 use std::fs;
-use std::path::{Path, PathBuf};
+use std::path::PathBuf;
 use std::process::Command;
 use std::thread;
 use std::time::{Duration, SystemTime, UNIX_EPOCH};
 
 use harness::{Place, TestVm, eventually, sh, wire};
-use hypervisor::api::{Reply, Request};
 use libtest_mimic::Trial;
 
 pub fn trials() -> Vec<Trial> {
@@ -18,16 +17,11 @@ pub fn trials() -> Vec<Trial> {
     ]
 }
 
-fn save(vm: &TestVm, dir: &Path) {
-    let request = Request::Snapshot { dir: dir.to_owned(), keep_paused: true };
-    assert_eq!(vm.request(&request), Reply::Done);
-}
-
 /// A store with the snapshot of a guest, which is gone.
 fn saved(vm: TestVm) -> (Place, PathBuf) {
     let store = Place::new();
     let dir = store.given_path("snapshot");
-    save(&vm, &dir);
+    vm.save(&dir);
     drop(vm);
     (store, dir)
 }

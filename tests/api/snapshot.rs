@@ -1,11 +1,10 @@
 //! Linux guests that are saved and go on, here and as others.
 
 use std::fs;
-use std::path::{Path, PathBuf};
+use std::path::PathBuf;
 use std::time::{SystemTime, UNIX_EPOCH};
 
 use harness::{Place, TestVm, eventually, sh};
-use hypervisor::api::{Reply, Request, SnapshotRequest};
 use libtest_mimic::Trial;
 
 pub fn trials() -> Vec<Trial> {
@@ -30,12 +29,6 @@ fn count(vm: &TestVm) -> u64 {
 
 fn now() -> u64 {
     SystemTime::now().duration_since(UNIX_EPOCH).unwrap().as_secs()
-}
-
-fn save(vm: &TestVm, dir: &Path) {
-    let request = SnapshotRequest { keep_paused: true, ..SnapshotRequest::new(dir) };
-    let reply = vm.request(&Request::Snapshot(request));
-    assert!(matches!(reply, Reply::Saved(_)), "{reply:?}");
 }
 
 /// A guest that counts, has a disk, and has lost the time.
@@ -73,7 +66,7 @@ fn becomes_two(transport: &str) {
     let dir = store.given_path("snapshot");
     let (vm, disk) = counting(transport);
     let before = count(&vm);
-    save(&vm, &dir);
+    vm.save(&dir);
     let copies = ["one", "two"].map(|name| {
         let copy = store.given_path(name);
         fs::copy(&disk, &copy).unwrap();
@@ -116,7 +109,7 @@ fn plugged_devices_are_where_they_were() {
     }
     vm.cli("unplug", &["a"]).end().output(0);
     eventually("the guest lets go", || disks(&vm) == "2");
-    save(&vm, &dir);
+    vm.save(&dir);
     drop(vm);
     let vm = TestVm::restore(&dir, &["--trust-paths"]);
     assert_eq!(disks(&vm), "2");

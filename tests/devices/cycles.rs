@@ -8,7 +8,7 @@ use std::time::Instant;
 
 use guest_protocol::Spawn;
 use harness::{Place, TestVm, eventually, sh, tools, wire};
-use hypervisor::api::{Reply, Request};
+use hypervisor::api::Request;
 use libtest_mimic::Trial;
 
 pub fn trials() -> Vec<Trial> {
@@ -107,8 +107,7 @@ fn finish(vm: &TestVm) {
 
 /// Saves the guest, kills its VMM, and makes it go on. The disks stay what they are.
 fn next_generation(vm: TestVm, store: &Path) -> TestVm {
-    let request = Request::Snapshot { dir: store.to_owned(), keep_paused: true };
-    assert_eq!(vm.request(&request), Reply::Done);
+    vm.save(store);
     let disks: Vec<PathBuf> = DISKS.map(|name| vm.place().given_path(name)).to_vec();
     let kept = store.with_extension("disks");
     fs::create_dir(&kept).unwrap();

@@ -4,6 +4,7 @@
 //! root, and loop devices for all but memory.
 
 use std::fs;
+use std::os::unix::fs::MetadataExt;
 use std::path::{Path, PathBuf};
 
 use nix::mount::{MsFlags, mount};
@@ -47,13 +48,24 @@ impl Filesystem {
         Self { path }
     }
 
-    /// An ext4 of 64 MiB on storage that fails after `bytes` of writes.
-    pub fn failing(place: &Place, name: &str, bytes: u64) -> Self {
-        let below = Self::memory(place, &format!("{name}.below"), bytes);
+    /// Makes one in memory larger or smaller.
+    ///
+    /// # Panics
+    /// If there is more in it.
+    pub fn resize(&self, bytes: u64) {
+        let (flags, size) = (MsFlags::MS_REMOUNT, format!("size={bytes}"));
+        mount(None::<&str>, &self.path, None::<&str>, flags, Some(size.as_str())).unwrap();
+    }
+
+    /// An ext4 on storage that fails to take more than a little.
+    pub fn failing(place: &Place, name: &str) -> Self {
+        let below = Self::memory(place, &format!("{name}.below"), 64 << 20);
         let image = text(&below.path.join("image"));
         fs::File::create(&image).unwrap().set_len(64 << 20).unwrap();
-        host("mkfs.ext4", &["-q", "-O", "^has_journal", "-E", "lazy_itable_init=1", &image]);
-        on_loop(place, name, &image)
+        host("mkfs.ext4", &["-q", "-O", "^has_journal", &image]);
+        let mounted = on_loop(place, name, &image);
+        below.resize(fs::metadata(&image).unwrap().blocks() * 512 + (128 << 10));
+        mounted
     }
 
     /// A path in it.

@@ -6,7 +6,7 @@ use std::path::{Path, PathBuf};
 use std::time::{Duration, Instant};
 
 use guest_protocol::{Client, HybridSocket, Spawn};
-use hypervisor::api::{Info, MetricsFormat, Reply, Request, StopHow};
+use hypervisor::api::{Info, MetricsFormat, Reply, Request, SnapshotRequest, StopHow};
 use hypervisor::api_socket;
 use nix::sys::signal::Signal;
 
@@ -211,6 +211,17 @@ impl TestVm {
     #[track_caller]
     pub fn ask(&self, request: &Request) {
         assert_eq!(self.request(request), Reply::Done, "{request:?}");
+    }
+
+    /// Writes it into the folder `dir`, whole, and leaves it paused.
+    ///
+    /// # Panics
+    /// If that is refused.
+    #[track_caller]
+    pub fn save(&self, dir: &Path) {
+        let request = SnapshotRequest { keep_paused: true, ..SnapshotRequest::new(dir) };
+        let reply = self.request(&Request::Snapshot(request));
+        assert!(matches!(reply, Reply::Saved(_)), "{reply:?}");
     }
 
     /// What it tells of itself.

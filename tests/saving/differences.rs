@@ -77,7 +77,7 @@ fn the_first_difference_is_right_when_nothing_was_tracked() {
     let base = guests.dir("base");
     guests.save("api", &base, &[]);
     chain_of_five(&guests, "api", &original, &base, Compared);
-    follows('p', &guests.end("api", original));
+    follows('a', &guests.end("api", original));
 }
 
 #[test]
@@ -121,7 +121,7 @@ fn what_a_vm_cannot_differ_from_is_refused_and_it_goes_on() {
     goes_on(&original);
     goes_on(&copy);
     guests.end("copy", copy);
-    follows('p', &guests.end("api", original));
+    follows('a', &guests.end("api", original));
 }
 
 #[test]

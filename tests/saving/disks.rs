@@ -124,10 +124,11 @@ fn a_copy_goes_where_it_is_told_or_nowhere() {
     let more = guests.dir("more");
     let place = format!("a={}", text(&more));
     let taken = format!("b={}", text(&elsewhere));
-    let words = ["snapshot", "api", text(&guests.dir("two")), "--disk-clone", &place];
+    let two = guests.dir("two");
+    let words = ["snapshot", "api", text(&two), "--disk-clone", &place];
     let refused = |words: &[&str], why: &[&str]| {
         guests.ask(words).assert_refused(why);
-        assert!(!more.exists() && !guests.dir("two").exists());
+        assert!(!more.exists() && !two.exists());
         goes_on(&original);
     };
     refused(&[&words[..], &["--disk-clone", &taken]].concat(), &["exists"]);

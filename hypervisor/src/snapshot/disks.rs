@@ -20,6 +20,9 @@ use crate::disks::RunningDisk;
 /// What stands for a path when a disk shall not be copied.
 pub const NO_COPY: &str = "none";
 
+/// Bytes of a disk whose copy takes a time that somebody might wonder about.
+const LARGE: u64 = 128 << 20;
+
 /// Where files without names are found.
 const UNNAMED: &str = "/proc/self/fd";
 
@@ -233,12 +236,12 @@ pub fn place(
         let (path, to) = own(&from_path, saved, place)?;
         let made = copy::file(&from, &to, saved.bytes);
         match made {
-            Ok(true) => {}
-            Ok(false) => tracing::warn!(
+            Ok(false) if saved.bytes >= LARGE => tracing::warn!(
                 disk = saved.id,
                 bytes = saved.bytes,
                 "copied, since this file system shares no blocks with that of the snapshot"
             ),
+            Ok(_) => {}
             Err(source) => {
                 if matches!(place, DiskPlace::Folder(_)) {
                     let _ = fs::remove_file(&path);

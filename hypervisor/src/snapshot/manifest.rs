@@ -98,6 +98,8 @@ struct First {
     state_crc64: String,
     memory_bytes: u64,
     config: VmConfig,
+    #[serde(default)]
+    files: Vec<HostFile>,
     checksum: String,
 }
 
@@ -118,6 +120,7 @@ impl From<First> for Manifest {
             sums_crc64: None,
             disks: Vec::new(),
             config: first.config,
+            files: first.files,
             checksum: first.checksum,
         }
     }

@@ -7,6 +7,7 @@
 use std::collections::BTreeMap;
 use std::sync::PoisonError;
 
+use devices::ids::DeviceId;
 use devices::snapshot::{Record, RestoreError};
 use kvm_bindings::CpuId;
 
@@ -14,9 +15,11 @@ use super::machine::MachineState;
 use super::vcpu::VcpuStateError;
 use crate::generation::GenerationError;
 use crate::kvm::KvmError;
+use crate::pci_slots::{PciSlots, PciState};
 use crate::state::VmState;
 use crate::vcpu::VcpuError;
-use crate::vm::{Vm, lock};
+use crate::vm::{SharedTransport, Vm, lock};
+use crate::wiring::Legacy;
 
 /// Why a VM does not take a state.
 #[derive(Debug, thiserror::Error)]
@@ -74,23 +77,9 @@ impl Vm {
     /// Gives a VM that has just been built the state of another one. Leaves it paused, as another
     /// machine than the one that was saved.
     pub fn restore(&mut self, state: MachineState) -> Result<(), ApplyError> {
-        let MachineState { vcpus, irqchips, clock_nanos, mut legacy, mut devices, pci, hello: _ } =
-            state;
-        for (name, part) in self.legacy.stateful() {
-            let record = take(&mut legacy, name)?;
-            let mut part = part.lock().unwrap_or_else(PoisonError::into_inner);
-            part.restore_record(record).map_err(refused(name))?;
-        }
-        for (id, transport) in &self.transports {
-            let record = take(&mut devices, id.as_str())?;
-            lock(transport).restore_record(record).map_err(refused(id.as_str()))?;
-        }
-        if let Some(name) = legacy.into_keys().chain(devices.into_keys()).next() {
-            return Err(ApplyError::Unknown(name));
-        }
-        if let (Some(slots), Some(pci)) = (&self.pci, pci) {
-            slots.restore(pci).map_err(refused("pci"))?;
-        }
+        let MachineState { vcpus, irqchips, clock_nanos, legacy, devices, pci, hello: _ } = state;
+        let records = Records { legacy, devices, pci };
+        records.apply(&self.legacy, &self.transports, self.pci.as_ref())?;
         self.handle.set_irqchips(&irqchips)?;
         let size = self.handle.xsave_size();
         self.cpuid = vcpus.iter().map(|vcpu| vcpu.cpuid().to_vec()).collect();
@@ -109,6 +98,40 @@ impl Vm {
         self.renew_generation()?;
         self.connect_doorbells();
         self.state = VmState::Paused;
+        Ok(())
+    }
+}
+
+/// The part of a state that KVM has nothing to do with.
+pub(crate) struct Records {
+    pub(crate) legacy: BTreeMap<String, Record>,
+    pub(crate) devices: BTreeMap<String, Record>,
+    pub(crate) pci: Option<PciState>,
+}
+
+impl Records {
+    /// Gives devices that have just been made the state of others. There must be one for each.
+    pub(crate) fn apply(
+        mut self,
+        legacy: &Legacy,
+        transports: &[(DeviceId, SharedTransport)],
+        slots: Option<&PciSlots>,
+    ) -> Result<(), ApplyError> {
+        for (name, part) in legacy.stateful() {
+            let record = take(&mut self.legacy, name)?;
+            let mut part = part.lock().unwrap_or_else(PoisonError::into_inner);
+            part.restore_record(record).map_err(refused(name))?;
+        }
+        for (id, transport) in transports {
+            let record = take(&mut self.devices, id.as_str())?;
+            lock(transport).restore_record(record).map_err(refused(id.as_str()))?;
+        }
+        if let Some(name) = self.legacy.into_keys().chain(self.devices.into_keys()).next() {
+            return Err(ApplyError::Unknown(name));
+        }
+        if let (Some(slots), Some(pci)) = (slots, self.pci) {
+            slots.restore(pci).map_err(refused("pci"))?;
+        }
         Ok(())
     }
 }
