@@ -22,7 +22,7 @@ test: build lint unit native guest ## Install, build, and run every check and te
 
 build: packages ## Build the VMM, the guest kernel and the root images
 	$(call step,VMM)
-	@cargo build --release -p cube-vmm -p cube-benches
+	@cargo build --release -p cube-vmm -p cube-fsd -p cube-benches
 	$(call step,Guest kernel (the first time takes about ten minutes))
 	@guest-kernel/build.sh
 	$(call step,Root images)

@@ -19,6 +19,8 @@ mod link;
 mod network;
 #[path = "devices/pmem.rs"]
 mod pmem;
+#[path = "devices/shares.rs"]
+mod shares;
 #[path = "devices/storage.rs"]
 mod storage;
 #[path = "devices/together.rs"]
@@ -32,6 +34,7 @@ fn main() -> ExitCode {
         pmem::trials(),
         together::trials(),
         storage::trials(),
+        shares::trials(),
         fio::trials(),
         cycles::trials(),
     ];

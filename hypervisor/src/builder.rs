@@ -18,6 +18,7 @@ use devices::pci::root::SlotError;
 use devices::virtio::StartError;
 use devices::virtio::balloon::BalloonHandle;
 use devices::virtio::block::{BlockError, DiskError};
+use devices::virtio::fs::FsError;
 use devices::virtio::net::{NetConfig, NetError, Tap, TapError};
 use devices::virtio::pmem::{PmemBacking, PmemError};
 use devices::virtio::vhost::user::VhostUserError;
@@ -63,6 +64,8 @@ pub enum BuildError {
     DiskBackend { id: String, source: VhostUserError },
     #[error(transparent)]
     Pmem(#[from] PmemError),
+    #[error(transparent)]
+    Fs(#[from] FsError),
     #[error(transparent)]
     Tap(#[from] TapError),
     #[error(transparent)]
@@ -343,6 +346,7 @@ impl<'a> Parts<'a> {
         let vsock = wiring.virtio_devices(config, files.disks)?;
         wiring.console(config, &console)?;
         wiring.net(files.net)?;
+        wiring.shares(config)?;
         let balloon = wiring.balloon(config)?;
         wiring.pmem(&files.pmem)?;
         let describe = |loaded: LoadedBoot| loaded.describe(config, &wiring, memory, observers);
@@ -398,6 +402,7 @@ impl<'a> Parts<'a> {
             transports: self.wiring.transports,
             meters: self.wiring.meters,
             disks: self.wiring.disks,
+            shares: self.wiring.shares,
             doorbells: self.wiring.doorbells,
             legacy: self.legacy,
             pci: self.wiring.pci,

@@ -209,6 +209,7 @@ impl Control {
         match request {
             Request::Info {} => answer(&reply, Reply::Info(Box::new(self.info()))),
             Request::Metrics { format } => answer(&reply, self.metrics(format)),
+            Request::Shares {} => answer(&reply, Reply::Shares { shares: self.vm.shares() }),
             Request::Pause {} => answer(&reply, self.pause()),
             Request::Resume {} => answer(&reply, done(self.resume())),
             Request::Snapshot(request) => {

@@ -27,6 +27,7 @@ pub mod metrics;
 pub mod outcome;
 pub mod pci_slots;
 pub mod plug;
+pub mod shares;
 pub mod signals;
 pub mod snapshot;
 pub mod state;

@@ -36,7 +36,8 @@ impl Vm {
     pub(crate) fn can_be_unplugged(&self, id: &str) -> bool {
         let disks = self.config().all_disks().into_iter().map(|disk| disk.id);
         let cards = self.config().all_net().into_iter().map(|card| card.id);
-        disks.chain(cards).any(|other| other == id)
+        let shares = self.config().all_fs().into_iter().map(|share| share.id);
+        disks.chain(cards).chain(shares).any(|other| other == id)
     }
 }
 

@@ -22,6 +22,7 @@ use crate::generation::{Generation, GenerationError};
 use crate::kvm::VmHandle;
 use crate::metrics::{Family, Gathering};
 use crate::pci_slots::PciSlots;
+use crate::shares::{RunningShare, ShareInfo};
 use crate::snapshot::paging::Pager;
 use crate::snapshot::save::{Frozen, Job, SnapshotError};
 use crate::snapshot::tracking::Tracking;
@@ -74,6 +75,7 @@ pub struct Vm {
     pub(crate) pci: Option<PciSlots>,
     /// After the devices, which run in their threads.
     pub(crate) disks: Vec<RunningDisk>,
+    pub(crate) shares: Vec<RunningShare>,
     /// Runs all other devices.
     pub(crate) executor: Executor,
     pub(crate) handle: Arc<VmHandle>,
@@ -204,6 +206,11 @@ impl Vm {
             gathering.add("vcpu", &vcpu.id().to_string(), &vcpu.meter());
         }
         gathering.families()
+    }
+
+    /// Its shares, and what their servers say. Waits a second at most for each.
+    pub fn shares(&self) -> Vec<ShareInfo> {
+        self.shares.iter().map(RunningShare::info).collect()
     }
 
     /// Its disks, and which engine each has.

@@ -40,6 +40,7 @@ use crate::kvm::VmHandle;
 use crate::layout;
 use crate::outcome::Outcome;
 use crate::pci_slots::PciSlots;
+use crate::shares::RunningShare;
 use crate::vm::SharedTransport;
 
 /// The guest's context id: the only guest on its own vsock device, so it needs no other.
@@ -100,6 +101,8 @@ pub struct Wiring<'a> {
     pub transports: Vec<(DeviceId, SharedTransport)>,
     /// The disks among them. Here, so that they are dropped after the devices.
     pub disks: Vec<RunningDisk>,
+    /// The shares among them, for the same reason.
+    pub shares: Vec<RunningShare>,
     /// What counts beside the virtio devices: its kind, its name, its counts.
     pub meters: Vec<(&'static str, &'static str, Meter)>,
     /// The lines to connect.
@@ -126,6 +129,7 @@ impl<'a> Wiring<'a> {
             transports: Vec::new(),
             meters: Vec::new(),
             disks: Vec::new(),
+            shares: Vec::new(),
             lines: Vec::new(),
             doorbells: Doorbells::default(),
         };
@@ -224,6 +228,16 @@ impl<'a> Wiring<'a> {
             let id = config.id.clone();
             let card = Net::new(self.executor.clone(), taps, config)?;
             self.virtio(id, Box::new(card))?;
+        }
+        Ok(())
+    }
+
+    /// The shares, each with its file server.
+    pub fn shares(&mut self, config: &VmConfig) -> Result<(), BuildError> {
+        for share in config.all_fs() {
+            let (id, device, running) = crate::shares::open(&share, config)?;
+            self.virtio(id, device)?;
+            self.shares.push(running);
         }
         Ok(())
     }

@@ -182,3 +182,25 @@ fn an_argument_that_is_not_text() {
     let call = place.call(["run", "--memory"]).arguments([OsStr::from_bytes(b"\xff\xfe")]);
     call.end().assert_usage(&["invalid UTF-8"]);
 }
+
+#[test]
+fn a_share_without_a_directory() {
+    let place = Place::new();
+    let ended = run(&place, &["--fs", "tag=work"]).end();
+    ended.assert_refused(&["tag=work", "path=DIR"]);
+}
+
+#[test]
+fn two_shares_of_one_tag() {
+    let place = Place::new();
+    let ended = run(&place, &["--fs", "tag=work,path=/a", "--fs", "tag=work,path=/b"]).end();
+    ended.assert_refused(&["\"work\"", "give each its own"]);
+}
+
+#[test]
+fn a_share_with_a_tag_that_is_too_long() {
+    let place = Place::new();
+    let share = format!("tag={},path=/a", "x".repeat(37));
+    let ended = run(&place, &["--fs", &share]).end();
+    ended.assert_refused(&["is not usable", "1 to 36 bytes"]);
+}

@@ -20,6 +20,7 @@ pub mod balloon;
 pub mod block;
 pub mod chain;
 pub mod console;
+pub mod fs;
 pub mod lifecycle;
 pub mod mmio;
 pub mod net;

@@ -145,7 +145,10 @@ fn untrusted(config: &VmConfig, dir: &Path, consent: &Consent) -> Vec<String> {
         TapSource::Tap(name) => Some((format!("{:?} is the interface {name:?}", card.id), card.id)),
         TapSource::Fd(_) => None,
     });
-    let unknown = files.chain(taps).filter(|(_, id)| !consent.is_given(id));
+    // Never inside: a folder holds no shares.
+    let shares = config.all_fs().into_iter();
+    let shares = shares.map(|one| (format!("{:?} is {}", one.id, one.path.display()), one.id));
+    let unknown = files.chain(taps).chain(shares).filter(|(_, id)| !consent.is_given(id));
     unknown.map(|(what, _)| what).collect()
 }
 

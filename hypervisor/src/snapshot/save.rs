@@ -22,7 +22,7 @@ use super::machine::MachineState;
 use super::manifest::{Manifest, Parent};
 use super::pages::{self, PageSet};
 use super::vcpu::VcpuState;
-use super::{MANIFEST, MEMORY, PAGES, RUNS, STATE, SUMS, checksum, load};
+use super::{MANIFEST, MAX_STATE, MEMORY, PAGES, RUNS, STATE, SUMS, checksum, load};
 use crate::api::{MemoryMethod, SnapshotReport, SnapshotRequest};
 use crate::config::VmConfig;
 use crate::kvm::KvmError;
@@ -87,6 +87,12 @@ pub enum SnapshotError {
     /// No name for it.
     #[error("the host's random number generator failed: {0}")]
     Entropy(#[source] io::Error),
+    /// Nobody would read it again.
+    #[error(
+        "the state of the machine has {0} bytes, and the most is {MAX_STATE}; let the guest drop its caches \
+         of shares, and close files that it has removed"
+    )]
+    TooLarge(usize),
     /// KVM does not tell its state.
     #[error(transparent)]
     Kvm(#[from] KvmError),
@@ -153,6 +159,9 @@ impl Job {
     pub fn freeze(self, vm: &mut Vm, hello: Option<&Hello>) -> Result<Frozen, SnapshotError> {
         let Self { started, id, mut folder, base, disks, track } = self;
         let state = vm.machine_state(hello)?.to_bytes().map_err(device("the machine"))?;
+        if state.len() as u64 > MAX_STATE {
+            return Err(SnapshotError::TooLarge(state.len()));
+        }
         folder.write(STATE, |file| file.write_all(&state))?;
         let mut manifest = Manifest::new(absolute(vm.config()), id, now(), &state);
         // After all that might write to memory.
@@ -328,7 +337,8 @@ fn absolute(config: &VmConfig) -> VmConfig {
     let disks = config.disks.iter_mut().map(|disk| &mut disk.path);
     let pmem = config.pmem.iter_mut().map(|pmem| &mut pmem.path);
     let other = [&mut config.rootfs, &mut config.initrd, &mut config.vsock].into_iter().flatten();
-    for path in disks.chain(pmem).chain(other).chain([&mut config.kernel]) {
+    let shares = config.fs.iter_mut().map(|share| &mut share.path);
+    for path in disks.chain(pmem).chain(shares).chain(other).chain([&mut config.kernel]) {
         if let Ok(absolute) = std::path::absolute(&*path) {
             *path = absolute;
         }

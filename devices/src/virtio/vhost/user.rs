@@ -8,7 +8,7 @@
 
 mod connection;
 mod counts;
-mod deadline;
+pub(in crate::virtio) mod deadline;
 mod state;
 #[cfg(test)]
 mod tests;
