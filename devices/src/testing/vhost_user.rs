@@ -1,7 +1,8 @@
 //! A vhost-user backend: any device of this crate, served over a Unix socket to another VMM, or to
 //! the frontend in this one. Each connection gets a device of its own.
 //!
-//! It does what a backend has to do and no more: one start with all queues, one stop of all.
+//! It does what a backend has to do and no more: it starts when each ring that was set up has been
+//! enabled or disabled, begins anew when that changes, and any stop stops all.
 
 use std::fs::File;
 use std::io;
@@ -30,7 +31,9 @@ use crate::ids::QueueIndex;
 use crate::irq::Interrupt;
 use crate::memory::{GuestAddress, Memory};
 use crate::virtio::queue::QueueLines;
-use crate::virtio::{Activation, ActiveQueue, Notifier, QueueRecord, VirtioDevice, feature};
+use crate::virtio::{
+    Activation, ActiveQueue, Notifier, QueueRecord, StartError, VirtioDevice, feature,
+};
 
 /// Makes the device of a connection.
 pub type MakeDevice = Arc<dyn Fn(ExecutorHandle) -> Box<dyn VirtioDevice> + Send + Sync>;
@@ -131,7 +134,8 @@ struct Ring {
     kick: Option<Event>,
     call: Option<Event>,
     fault: Option<Event>,
-    enabled: bool,
+    /// Unless nobody has said yet.
+    enabled: Option<bool>,
 }
 
 /// Guest RAM as the frontend has it.
@@ -201,11 +205,14 @@ impl Session {
         }
     }
 
-    /// Starts it with all rings that are ready.
+    /// Starts it with all rings that are ready, if there are any.
     fn start(&mut self) -> Result<()> {
         self.stop();
+        let ready = |ring: &&Ring| ring.enabled == Some(true) && ring.kick.is_some();
+        if !self.rings.iter().any(|ring| ready(&ring)) {
+            return Ok(());
+        }
         let memory = self.memory.clone().ok_or(Error::InvalidParam)?;
-        let ready = |ring: &&Ring| ring.enabled && ring.kick.is_some();
         let ready = (0..).zip(&self.rings).filter(|(_, ring)| ready(ring));
         let queues: Result<Vec<_>> =
             ready.clone().map(|(index, ring)| self.queue(index, ring, &memory)).collect();
@@ -214,7 +221,12 @@ impl Session {
         let features = self.features;
         let notifier = Notifier::new(fault);
         let activation = Activation { memory, queues: queues?, features, notifier };
-        self.device.start(activation).map_err(|_| Error::BackendInternalError)
+        let partly = self.rings.iter().any(|ring| ring.enabled == Some(false));
+        match self.device.start(activation) {
+            // It can do nothing with these alone.
+            Err(StartError::MissingQueue(_)) if partly => Ok(()),
+            started => started.map_err(|_| Error::BackendInternalError),
+        }
     }
 }
 
@@ -294,12 +306,13 @@ impl VhostUserBackendReqHandlerMut for Session {
     fn get_vring_base(&mut self, index: u32) -> Result<VhostUserVringState> {
         self.stop();
         let ring = self.ring(index)?;
-        ring.kick = None;
+        (ring.kick, ring.enabled) = (None, None);
         Ok(VhostUserVringState::new(index, u32::from(ring.base)))
     }
 
     fn set_vring_kick(&mut self, index: u8, fd: Option<File>) -> Result<()> {
-        self.ring(index.into())?.kick = event(fd);
+        let ring = self.ring(index.into())?;
+        (ring.kick, ring.enabled) = (event(fd), None);
         Ok(())
     }
 
@@ -326,10 +339,10 @@ impl VhostUserBackendReqHandlerMut for Session {
     }
 
     fn set_vring_enable(&mut self, index: u32, enable: bool) -> Result<()> {
-        self.ring(index)?.enabled = enable;
-        let starts = |ring: &Ring| ring.kick.is_some() && !ring.enabled;
+        self.ring(index)?.enabled = Some(enable);
+        let undecided = |ring: &Ring| ring.kick.is_some() && ring.enabled.is_none();
         // The last of those that were set up.
-        if enable && !self.rings.iter().any(starts) { self.start() } else { Ok(()) }
+        if self.rings.iter().any(undecided) { Ok(()) } else { self.start() }
     }
 
     fn get_config(&mut self, offset: u32, size: u32, _: VhostUserConfigFlags) -> Result<Vec<u8>> {
