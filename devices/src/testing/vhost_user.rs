@@ -151,12 +151,15 @@ struct Session {
     memory: Option<Memory>,
     mappings: Vec<Mapping>,
     rings: Vec<Ring>,
+    /// Of the live device; here, so that it does not hold itself.
+    notifier: Arc<Mutex<Option<Notifier>>>,
 }
 
 impl Session {
     fn new(device: Box<dyn VirtioDevice>) -> Self {
         let rings = device.identity().queue_sizes.iter().map(|_| Ring::default()).collect();
-        Self { device, features: 0, memory: None, mappings: Vec::new(), rings }
+        let notifier = Arc::default();
+        Self { device, features: 0, memory: None, mappings: Vec::new(), rings, notifier }
     }
 
     fn ring(&mut self, index: u32) -> Result<&mut Ring> {
@@ -195,8 +198,21 @@ impl Session {
         make(&record)
     }
 
+    /// A notifier that signals `fault` when the device gives up, and not when it has merely changed.
+    fn notifier(&self, fault: Option<Event>) -> Notifier {
+        let told = self.notifier.clone();
+        let raise = move || {
+            let gives_up = lock(&told).as_ref().is_some_and(Notifier::wants_reset);
+            fault.iter().filter(|_| gives_up).for_each(Event::signal);
+        };
+        let notifier = Notifier::new(Interrupt::from_fn(raise));
+        *lock(&self.notifier) = Some(notifier.clone());
+        notifier
+    }
+
     /// Stops the device, and remembers where its rings are.
     fn stop(&mut self) {
+        *lock(&self.notifier) = None;
         for queue in self.device.stop() {
             let record = queue.record();
             if let Some(ring) = self.rings.get_mut(usize::from(record.index)) {
@@ -217,9 +233,8 @@ impl Session {
         let queues: Result<Vec<_>> =
             ready.clone().map(|(index, ring)| self.queue(index, ring, &memory)).collect();
         let fault = ready.clone().find_map(|(_, ring)| ring.fault.clone());
-        let fault = fault.map_or(Interrupt::none(), Interrupt::from_event);
         let features = self.features;
-        let notifier = Notifier::new(fault);
+        let notifier = self.notifier(fault);
         let activation = Activation { memory, queues: queues?, features, notifier };
         let partly = self.rings.iter().any(|ring| ring.enabled == Some(false));
         match self.device.start(activation) {
