@@ -34,7 +34,12 @@ impl Metered for NetHandle {
 
 impl Metered for CardMeter {
     fn metrics(&self) -> Vec<Metric> {
-        let done = self.card.counters();
+        let mut done = self.card.counters();
+        let theirs = self.backend.as_ref().map(|backend| backend.metrics()).unwrap_or_default();
+        // Rings that it did not like are faults like those of the control queue, which is ours.
+        let (faults, theirs): (Vec<_>, Vec<_>) =
+            theirs.into_iter().partition(|metric| metric.name.ends_with("_guest_faults_total"));
+        done.guest_faults += faults.iter().map(|metric| metric.value).sum::<u64>();
         let mut metrics = losses(&done);
         match self.path {
             DataPath::Tap => return self.card.metrics(),
@@ -47,9 +52,8 @@ impl Metered for CardMeter {
                     done.calls,
                 ),
             ]),
-            DataPath::Backend => {}
+            DataPath::Backend => metrics.extend(theirs),
         }
-        metrics.extend(self.backend.iter().flat_map(|backend| backend.metrics()));
         metrics
     }
 }
