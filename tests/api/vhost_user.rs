@@ -19,7 +19,6 @@ pub fn trials() -> Vec<Trial> {
     harness::trials![
         a_backend_serves_a_disk_on_both_transports,
         pauses_with_requests_in_flight_lose_none,
-        a_vm_goes_on_from_a_snapshot_with_the_backend_that_it_had,
         a_backend_that_dies_leaves_the_guest_alive,
         a_disk_of_a_backend_is_plugged_where_memory_is_shared,
     ]
@@ -147,25 +146,6 @@ fn pauses_with_requests_in_flight_lose_none() {
     assert!(ended.status.success(), "{ended:?}, {}", vm.exec(["cat", "/tmp/log"]).text());
     assert_eq!(vm.count("vhost_user_losses_total", "far"), 0);
     assert_eq!(vm.count("vhost_user_connections_total", "far"), 1);
-}
-
-fn a_vm_goes_on_from_a_snapshot_with_the_backend_that_it_had() {
-    let place = Place::new();
-    let dir = place.given_path("snapshot");
-    let file = place.given("disk", vec![7; MIB]);
-    let backend = Backend::start(&place, "socket", &file);
-    let vm = TestVm::builder().disk(backend.disk("far")).boot();
-    assert!(vm.exec(sh("echo before | dd of=/dev/vda conv=fsync 2>/dev/null")).status.success());
-    vm.ask(&Request::Snapshot { dir: dir.clone(), keep_paused: true });
-    drop(vm);
-    for word in ["one", "two"] {
-        let vm = TestVm::restore(&dir, &[]);
-        let read = "dd if=/dev/vda iflag=direct bs=512 count=1 2>/dev/null | head -n 1";
-        assert_eq!(vm.exec(sh(read)).text(), "before");
-        let write = format!("echo {word} | dd of=/dev/vda bs=1k seek=4 conv=fsync 2>/dev/null");
-        assert!(vm.exec(sh(&write)).status.success());
-        assert!(fs::read(&file).unwrap()[4096..].starts_with(word.as_bytes()));
-    }
 }
 
 fn a_backend_that_dies_leaves_the_guest_alive() {

@@ -143,6 +143,9 @@ fn untrusted(config: &VmConfig, dir: &Path, consent: &Consent) -> Vec<String> {
     let files = files.map(|(id, path)| (format!("{id:?} is {}", path.display()), id));
     let taps = config.all_net().into_iter().filter_map(|card| match card.source {
         NetSource::Tap(name) => Some((format!("{:?} is the interface {name:?}", card.id), card.id)),
+        NetSource::VhostUser(socket) => {
+            Some((format!("{:?} is served at {}", card.id, socket.display()), card.id))
+        }
         NetSource::Fd(_) => None,
     });
     let unknown = files.chain(taps).filter(|(_, id)| !consent.is_given(id));

@@ -279,14 +279,6 @@ impl NetOption {
         }
     }
 
-    /// The same, to be changed.
-    pub fn backend_mut(&mut self) -> Option<&mut PathBuf> {
-        match &mut self.source {
-            NetSource::VhostUser(socket) => Some(socket),
-            NetSource::Tap(_) | NetSource::Fd(_) => None,
-        }
-    }
-
     /// Refuses what the way of the frames makes impossible.
     fn check_path(&self) -> Result<(), NetOptionError> {
         let path = match (self.backend().is_some(), self.vhost) {
