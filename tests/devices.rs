@@ -17,6 +17,8 @@ mod fio;
 mod link;
 #[path = "devices/network.rs"]
 mod network;
+#[path = "devices/paths.rs"]
+mod paths;
 #[path = "devices/pmem.rs"]
 mod pmem;
 #[path = "devices/shares.rs"]
@@ -30,6 +32,7 @@ fn main() -> ExitCode {
     let modules = [
         network::trials(),
         link::trials(),
+        paths::trials(),
         balloon::trials(),
         pmem::trials(),
         together::trials(),

@@ -17,6 +17,7 @@ use devices::virtio::net::NetOption;
 use guest_protocol::Hello;
 use serde::{Deserialize, Serialize};
 
+use crate::cards::CardInfo;
 use crate::config::{DiskConfig, VmConfig};
 use crate::disks::DiskInfo;
 use crate::metrics::Family;
@@ -261,6 +262,9 @@ pub struct Info {
     pub devices: Vec<String>,
     /// Its disks, and which engine each has.
     pub disks: Vec<DiskInfo>,
+    /// Its network cards, and who moves the frames of each.
+    #[serde(default)]
+    pub net: Vec<CardInfo>,
     /// What the VM was made from, with what has been plugged since.
     pub config: VmConfig,
 }

@@ -19,7 +19,7 @@ use devices::virtio::StartError;
 use devices::virtio::balloon::BalloonHandle;
 use devices::virtio::block::{BlockError, DiskError};
 use devices::virtio::fs::FsError;
-use devices::virtio::net::{NetConfig, NetError, Tap, TapError};
+use devices::virtio::net::{NetError, TapError};
 use devices::virtio::pmem::{PmemBacking, PmemError};
 use devices::virtio::vhost::user::VhostUserError;
 use devices::virtio::vsock::{VsockError, VsockHandle};
@@ -30,6 +30,7 @@ use crate::boot::entry::{self, Entry};
 use crate::boot::kernel::{InitrdFile, KernelError, KernelFile, LoadedKernel};
 use crate::boot::linux::BootInfo;
 use crate::boot::tables::{self, Description, TablesError};
+use crate::cards::OpenedCard;
 use crate::config::{ConfigError, TransportKind, VmConfig};
 use crate::console::{ConsoleLog, ConsoleSink};
 use crate::disks::OpenedDisk;
@@ -108,13 +109,13 @@ struct Files {
     boot: Option<BootFiles>,
     disks: Vec<OpenedDisk>,
     pmem: Vec<(DeviceId, PmemBacking)>,
-    net: Vec<(NetConfig, Vec<Tap>)>,
+    net: Vec<OpenedCard>,
 }
 
 /// The files of devices, in their places.
 struct DeviceFiles {
     disks: Vec<OpenedDisk>,
-    net: Vec<(NetConfig, Vec<Tap>)>,
+    net: Vec<OpenedCard>,
     pmem: Vec<PlacedPmem>,
 }
 
@@ -178,11 +179,7 @@ impl Files {
             let backing = PmemBacking::open(&config.path, config.read_only)?;
             pmem.push((DeviceId::new(config.id), backing));
         }
-        let mut net = Vec::new();
-        for option in config.all_net() {
-            let card = option.config(DeviceId::new(option.id.clone()));
-            net.push((card, option.open()?));
-        }
+        let net = config.all_net().iter().map(OpenedCard::open).collect::<Result<_, _>>()?;
         Ok(Self { boot, disks, pmem, net })
     }
 }
@@ -403,6 +400,7 @@ impl<'a> Parts<'a> {
             meters: self.wiring.meters,
             disks: self.wiring.disks,
             shares: self.wiring.shares,
+            cards: self.wiring.cards,
             doorbells: self.wiring.doorbells,
             legacy: self.legacy,
             pci: self.wiring.pci,

@@ -330,7 +330,8 @@ impl VmConfig {
 
     /// True if another process works on guest RAM, which must be made so that it can be shared.
     pub fn shares_memory(&self) -> bool {
-        self.disks.iter().any(|disk| disk.vhost_user)
+        let cards = self.net.iter().any(|card| card.backend().is_some());
+        cards || self.disks.iter().any(|disk| disk.vhost_user)
     }
 
     /// All persistent memory, named.

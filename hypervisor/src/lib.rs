@@ -8,6 +8,7 @@ pub mod api;
 pub mod api_socket;
 pub mod boot;
 pub mod builder;
+pub mod cards;
 pub mod command;
 pub mod config;
 pub mod console;

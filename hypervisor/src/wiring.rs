@@ -24,13 +24,13 @@ use devices::virtio::VirtioDevice;
 use devices::virtio::balloon::{Balloon, BalloonConfig, BalloonHandle};
 use devices::virtio::console::{Console, ConsoleConfig};
 use devices::virtio::mmio::{MmioTransport, REGION_SIZE};
-use devices::virtio::net::{Net, NetConfig, Tap};
 use devices::virtio::pmem::{Pmem, PmemBacking, PmemConfig};
 use devices::virtio::rng::{Rng, host_entropy};
 use devices::virtio::vsock::{Vsock, VsockConfig, VsockHandle};
 
 use crate::boot::tables::MmioDevice;
 use crate::builder::{BuildError, Observers};
+use crate::cards::{CardInfo, OpenedCard};
 use crate::config::{TransportKind, VmConfig};
 use crate::console::{ConsoleLog, ConsoleSink};
 use crate::disks::{OpenedDisk, RunningDisk};
@@ -103,6 +103,8 @@ pub struct Wiring<'a> {
     pub disks: Vec<RunningDisk>,
     /// The shares among them, for the same reason.
     pub shares: Vec<RunningShare>,
+    /// What is told of the network cards among them.
+    pub cards: Vec<CardInfo>,
     /// What counts beside the virtio devices: its kind, its name, its counts.
     pub meters: Vec<(&'static str, &'static str, Meter)>,
     /// The lines to connect.
@@ -130,6 +132,7 @@ impl<'a> Wiring<'a> {
             meters: Vec::new(),
             disks: Vec::new(),
             shares: Vec::new(),
+            cards: Vec::new(),
             lines: Vec::new(),
             doorbells: Doorbells::default(),
         };
@@ -223,11 +226,11 @@ impl<'a> Wiring<'a> {
     }
 
     /// The network cards.
-    pub fn net(&mut self, cards: Vec<(NetConfig, Vec<Tap>)>) -> Result<(), BuildError> {
-        for (config, taps) in cards {
-            let id = config.id.clone();
-            let card = Net::new(self.executor.clone(), taps, config)?;
-            self.virtio(id, Box::new(card))?;
+    pub fn net(&mut self, cards: Vec<OpenedCard>) -> Result<(), BuildError> {
+        for card in cards {
+            let (info, device) = card.into_device(self.executor.clone())?;
+            self.virtio(DeviceId::new(info.id.clone()), device)?;
+            self.cards.push(info);
         }
         Ok(())
     }

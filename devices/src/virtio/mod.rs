@@ -224,6 +224,13 @@ pub trait VirtioDevice: Stateful + Send {
         feature::COMMON
     }
 
+    /// Whether guest memory that the device writes is marked in the dirty bitmap of
+    /// [`Memory`]. False where somebody else does the work, in whose writes neither we nor KVM have a
+    /// part: what has changed since some moment is not known then. Constant like its identity.
+    fn writes_are_logged(&self) -> bool {
+        true
+    }
+
     /// Where to read what the device has counted, if it counts. All clones see the same counts,
     /// which go on through reset, pause and restore.
     fn meter(&self) -> Option<Meter> {

@@ -48,7 +48,11 @@ pub struct VmOptions {
     #[arg(long, value_name = "path=FILE[,id=NAME][,ro]")]
     pub pmem: Vec<String>,
 
-    /// Attach a network card to a TAP: tap=NAME or fd=N, then [,mac=M][,mtu=N][,queues=N][,id=NAME]
+    /// Attach a network card to a TAP: tap=NAME or fd=N, then [,mac=M][,mtu=N][,queues=N][,id=NAME].
+    /// Also rx_bytes=RATE, rx_frames=RATE, tx_bytes=RATE and tx_frames=RATE, with a RATE such as 10M/s;
+    /// or vhost=on, with which the host's kernel moves the frames (/dev/vhost-net), without limits.
+    /// vhost-user=SOCKET in the place of tap=: another process moves them, such as a software switch,
+    /// and gets access to all of guest memory
     #[arg(long, value_name = "tap=NAME[,mac=…]")]
     pub net: Vec<String>,
 

@@ -4,7 +4,7 @@ use std::os::fd::RawFd;
 use std::path::PathBuf;
 
 use devices::virtio::fs::Policy;
-use devices::virtio::net::TapSource;
+use devices::virtio::net::NetSource;
 
 use crate::config::{self, Console, VmConfig};
 use crate::console::ConsoleSink;
@@ -52,7 +52,7 @@ pub enum OverrideError {
 enum Override {
     Disk { id: String, path: PathBuf },
     Pmem { id: String, path: PathBuf },
-    Net { id: String, source: TapSource },
+    Net { id: String, source: NetSource },
     Fs { id: String, path: Option<PathBuf>, policy: Option<Policy> },
     Vsock(PathBuf),
     Console(ConsoleSink),
@@ -187,13 +187,13 @@ fn share(id: String, text: &str) -> Option<Override> {
     Some(Override::Fs { id, path, policy })
 }
 
-fn tap_source(value: &str) -> Option<TapSource> {
+fn tap_source(value: &str) -> Option<NetSource> {
     let (kind, what) = value.split_once(':').filter(|(_, what)| !what.is_empty())?;
     match kind {
-        "tap" => Some(TapSource::Tap(what.to_owned())),
+        "tap" => Some(NetSource::Tap(what.to_owned())),
         "fd" => {
             let fds: Result<Vec<RawFd>, _> = what.split(':').map(str::parse).collect();
-            Some(TapSource::Fd(fds.ok().filter(|fds| fds.iter().all(|&fd| fd >= 0))?))
+            Some(NetSource::Fd(fds.ok().filter(|fds| fds.iter().all(|&fd| fd >= 0))?))
         }
         _ => None,
     }
@@ -244,17 +244,19 @@ mod tests {
         assert_eq!(config.disks[0].path, PathBuf::from("/b"));
         assert_eq!(config.rootfs, Some("/r2".into()));
         assert_eq!(config.pmem[0].path, PathBuf::from("/q"));
-        assert_eq!(config.net[0].source, TapSource::Tap("t1".to_owned()));
+        assert_eq!(config.net[0].source, NetSource::Tap("t1".to_owned()));
         assert_eq!(config.vsock, Some("/w".into()));
         assert_eq!(overridden.ids, ["data", "rootfs", "pmem0", "net0"]);
         assert_eq!(overridden.console, Some(ConsoleSink::File("/tmp/log".into())));
         let (config, _) = applied(&["net:net0=fd:3:4"]).unwrap();
-        assert_eq!(config.net[0].source, TapSource::Fd(vec![3, 4]));
+        assert_eq!(config.net[0].source, NetSource::Fd(vec![3, 4]));
     }
 
     #[test]
     fn shares_get_another_directory_a_policy_or_both() {
-        let share = |texts: &[&str]| applied(texts).map(|(config, changed)| (config.fs[0].clone(), changed));
+        let share = |texts: &[&str]| {
+            applied(texts).map(|(config, changed)| (config.fs[0].clone(), changed))
+        };
         let (both, changed) = share(&["fs:work=policy=remap,path=/b"]).unwrap();
         assert_eq!((both.path, both.policy), (PathBuf::from("/b"), Policy::Remap));
         assert_eq!(changed.ids, ["work"]);

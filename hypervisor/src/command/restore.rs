@@ -4,7 +4,7 @@ use std::path::PathBuf;
 use std::time::Duration;
 
 use clap::{Args, ValueEnum};
-use devices::virtio::net::TapSource;
+use devices::virtio::net::NetSource;
 
 use super::background::{Background, Role};
 use super::overrides::{self, Overridden};
@@ -172,7 +172,7 @@ fn overridden(options: &RestoreOptions, saved: &Saved) -> anyhow::Result<(VmConf
     config.fsd.clone_from(&options.fsd);
     config.fs_allow.clone_from(&options.fs_allow);
     let changes = overrides::apply(&options.overrides, &mut config)?;
-    let inherited = |source: &TapSource| matches!(source, TapSource::Fd(_));
+    let inherited = |source: &NetSource| matches!(source, NetSource::Fd(_));
     let gone = |id: &String| !changes.ids.contains(id);
     if let Some(card) = config.net.iter().find(|card| inherited(&card.source) && gone(&card.id)) {
         anyhow::bail!(
@@ -294,7 +294,7 @@ mod tests {
         let error = overridden(&options(&["--trust-paths"]), &saved).unwrap_err().to_string();
         assert!(error.contains("--override net:net0=tap:NAME"), "{error}");
         let (config, _) = overridden(&options(&["--override", "net:net0=fd:5"]), &saved).unwrap();
-        assert_eq!(config.net[0].source, TapSource::Fd(vec![5]));
+        assert_eq!(config.net[0].source, NetSource::Fd(vec![5]));
     }
 
     #[test]

@@ -67,7 +67,7 @@ pub enum SnapshotError {
     WritablePmem(String),
     /// What another process knows.
     #[error(
-        "a VM with vhost-user disks cannot be saved yet: their backends have state of their own"
+        "a VM with vhost-user devices cannot be saved yet: their backends have state of their own"
     )]
     Shared,
     /// The guest is over.
@@ -278,7 +278,10 @@ impl Vm {
         base: &Base,
     ) -> Result<SavedMemory, SnapshotError> {
         let id = &base.parent.id;
-        let (pages, compared, method) = if let Some(logged) = self.tracking.logged_since(id) {
+        // What vhost-net writes is not in the log; it is in the page map.
+        let complete = self.unlogged_writers().is_empty();
+        let logged = self.tracking.logged_since(id).filter(|_| complete);
+        let (pages, compared, method) = if let Some(logged) = logged {
             (logged.clone(), None, MemoryMethod::Log)
         } else if let Some(mapped) = self.tracking.mapped_since(id, &self.memory) {
             (mapped, None, MemoryMethod::Mapping)
