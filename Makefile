@@ -25,7 +25,7 @@ test: build lint unit native guest ## Install, build, and run every check and te
 
 build: packages ## Build the VMM, the shim, the guest kernel and the root images
 	$(call step,VMM and shim)
-	@cargo build --release -p cube-vmm -p cube-benches -p containerd-shim-cube
+	@cargo build --release -p cube-vmm -p cube-fsd -p cube-benches -p containerd-shim-cube
 	$(call step,Guest kernel (the first time takes about ten minutes))
 	@guest-kernel/build.sh
 	$(call step,Root images)

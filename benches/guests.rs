@@ -30,6 +30,8 @@ pub enum Kind {
         transport: &'static str,
         /// `sync` or `io_uring`.
         engine: &'static str,
+        /// The kernel moves its frames.
+        vhost: bool,
     },
     /// Firecracker.
     Firecracker {
@@ -44,10 +46,33 @@ impl Kind {
     /// Its name in the tables.
     pub fn name(&self) -> String {
         match self {
+            Self::Cube { transport, vhost: true, .. } => format!("vhost-net, {transport}"),
             Self::Cube { transport, engine, .. } => format!("{engine}, {transport}"),
             Self::Firecracker { peer, engine } => format!("{}, {engine}", peer.name()),
         }
     }
+
+    /// Whether a piece of work shows anything of this kind that it does not of another.
+    pub fn is_of_use(&self, part: Part) -> bool {
+        match (self, part) {
+            (Self::Cube { vhost, .. }, Part::Disk) => !vhost,
+            (Self::Cube { vhost, engine, .. }, Part::Vsock) => !vhost && *engine != "sync",
+            (Self::Cube { engine, .. }, Part::Net) => *engine != "sync",
+            (Self::Firecracker { .. }, Part::Disk) => true,
+            (Self::Firecracker { engine, .. }, Part::Vsock | Part::Net) => *engine != "Sync",
+        }
+    }
+}
+
+/// What of a guest a piece of work is about.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Part {
+    /// Its disk.
+    Disk,
+    /// Its vsock device.
+    Vsock,
+    /// Its network card.
+    Net,
 }
 
 /// What all guests are given.
@@ -65,6 +90,8 @@ pub struct Files {
 
 /// A guest that is ready. Dropped, its VMM is killed.
 pub struct Guest {
+    /// What it is.
+    pub kind: Kind,
     /// Its name in the tables.
     pub name: String,
     /// The file of its disk.
@@ -95,7 +122,7 @@ impl Guest {
         command("ip", &["addr", "add", &format!("{host}/24"), "dev", &tap])?;
         command("ip", &["link", "set", &tap, "up"])?;
         let mut start = match kind {
-            Kind::Cube { program, transport, engine } => {
+            Kind::Cube { program, transport, engine, vhost } => {
                 let mut start = Command::new(program);
                 start.args(["start", "--boot-timeout", "300", "--transport", transport]);
                 start.arg("--memory").arg(format!("{MEMORY_MIB}M"));
@@ -103,7 +130,8 @@ impl Guest {
                 start.arg("--kernel").arg(&files.kernel).arg("--initrd").arg(&files.initrd);
                 start.arg("--disk").arg(format!("path={},ro", files.tools.display()));
                 start.arg("--disk").arg(format!("path={},engine={engine}", disk.display()));
-                start.args(["--net", &format!("tap={tap}")]);
+                let vhost = if *vhost { ",vhost=on" } else { "" };
+                start.args(["--net", &format!("tap={tap}{vhost}")]);
                 start
             }
             Kind::Firecracker { peer, engine } => {
@@ -116,7 +144,7 @@ impl Guest {
         };
         start.stdin(Stdio::null()).stdout(Stdio::null());
         let vmm = start.spawn().with_context(|| format!("{start:?}"))?;
-        let mut guest = Self { name: kind.name(), disk, host, vsock, vmm };
+        let mut guest = Self { kind: kind.clone(), name: kind.name(), disk, host, vsock, vmm };
         guest.wait_until_ready()?;
         guest.sh(&format!(
             "mkdir -p /tools && mount -t erofs /dev/vda /tools && ip link set eth0 up && \
@@ -179,28 +207,15 @@ fn firecracker(files: &Files, disk: &Path, vsock: &Path, tap: &str, engine: &str
     .to_string()
 }
 
+/// What makes images of programs for guests, here and in the tests.
+const TOOL_IMAGE: &str = concat!(env!("CARGO_MANIFEST_DIR"), "/../tests/harness/tool-image");
+
 /// Makes an erofs image with a program of the host in `bin` and its libraries in `lib`, the loader
 /// as `ld.so`.
 pub fn tools(folder: &Path, program: &Path) -> anyhow::Result<PathBuf> {
-    let tree = folder.join("tools");
-    for name in ["bin", "lib"] {
-        fs::create_dir_all(tree.join(name))?;
-    }
-    let missing = || format!("{} is missing: run tests/packages", program.display());
-    let name = program.file_name().context("a program has a name")?;
-    fs::copy(program, tree.join("bin").join(name)).with_context(missing)?;
-    let listed = Command::new("ldd").arg(program).output()?;
-    for word in String::from_utf8_lossy(&listed.stdout).split_whitespace() {
-        let Some(name) = word.strip_prefix('/').and_then(|path| path.rsplit('/').next()) else {
-            continue;
-        };
-        let name = if name.starts_with("ld-linux") { "ld.so" } else { name };
-        fs::copy(word, tree.join("lib").join(name))?;
-    }
     let image = folder.join("tools.erofs");
-    let [to, from] = [&image, &tree].map(|path| path.display().to_string());
-    command("mkfs.erofs", &["--quiet", &to, &from])?;
-    fs::remove_dir_all(tree)?;
+    let [to, program] = [image.as_path(), program].map(|path| path.display().to_string());
+    command(TOOL_IMAGE, &[&to, &program])?;
     Ok(image)
 }
 
@@ -244,6 +259,6 @@ mod tests {
     fn what_is_missing_is_named_with_its_cure() {
         let folder = tempfile::tempdir().unwrap();
         let error = tools(folder.path(), "/nonexistent/fio".as_ref()).unwrap_err().to_string();
-        assert_eq!(error, "/nonexistent/fio is missing: run tests/packages");
+        assert!(error.ends_with("/nonexistent/fio is missing: run tests/packages"), "{error}");
     }
 }

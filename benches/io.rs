@@ -14,7 +14,7 @@ use anyhow::{Context, bail, ensure};
 use clap::Parser;
 use guest_protocol::{Spawn, Stream};
 
-use cube_benches::guests::{self, Files, Guest, Kind};
+use cube_benches::guests::{self, Files, Guest, Kind, Part};
 use cube_benches::host::Host;
 use cube_benches::peer::Peer;
 use cube_benches::report::{Report, Section};
@@ -87,8 +87,12 @@ const LOADS: &[Load] = &[
     Load { size: "128k", ..load("sequential writes of 128 KiB", "write", 32, 400) },
 ];
 
-/// Something that every guest does.
-type Job<'a> = Box<dyn Fn(&Guest) -> anyhow::Result<u64> + 'a>;
+/// Something that every guest does that it is of use for.
+struct Job {
+    title: String,
+    part: Part,
+    act: Box<dyn Fn(&Guest) -> anyhow::Result<u64>>,
+}
 
 fn main() -> ExitCode {
     match run(&Options::parse()) {
@@ -104,18 +108,19 @@ fn main() -> ExitCode {
 fn run(options: &Options) -> anyhow::Result<bool> {
     guests::leave_network()?;
     let folder = tempfile::tempdir_in(&options.dir)?;
-    let guests = boot_all(options, folder.path())?;
+    let mut jobs = jobs(options.scale);
+    jobs.retain(|job| job.title.contains(&options.only));
+    ensure!(!jobs.is_empty(), "no title has {:?} in it", options.only);
+    let guests = boot_all(options, folder.path(), &jobs)?;
     let mut sections = Vec::new();
-    for (title, job) in jobs(options.scale) {
-        if !title.contains(&options.only) {
-            continue;
-        }
+    for Job { title, part, act } in jobs {
         eprintln!("io: {title}");
         let entrants: Vec<Entrant<'_>> = guests
             .iter()
+            .filter(|guest| guest.kind.is_of_use(part))
             .map(|guest| Entrant {
                 name: guest.name.clone(),
-                attempt: Box::new(|| Ok(Trial { ended: job(guest)?, marks: Vec::new() })),
+                attempt: Box::new(|| Ok(Trial { ended: act(guest)?, marks: Vec::new() })),
             })
             .collect();
         let records = measure(&entrants, options.runs, |_| {});
@@ -132,7 +137,11 @@ fn run(options: &Options) -> anyhow::Result<bool> {
 }
 
 /// One guest of each kind; they stay, and are idle unless it is their turn.
-fn boot_all(options: &Options, folder: &std::path::Path) -> anyhow::Result<Vec<Guest>> {
+fn boot_all(
+    options: &Options,
+    folder: &std::path::Path,
+    jobs: &[Job],
+) -> anyhow::Result<Vec<Guest>> {
     let program = options.vmm.clone().map_or_else(vmm::default_vmm, Ok)?;
     let guest = program.ancestors().nth(2).context("cube-vmm is in no folder")?.join("guest");
     let files = Files {
@@ -144,8 +153,16 @@ fn boot_all(options: &Options, folder: &std::path::Path) -> anyhow::Result<Vec<G
     let mut kinds = Vec::new();
     for engine in ["sync", "io_uring"] {
         for transport in ["mmio", "pci"] {
-            kinds.push(Kind::Cube { program: program.clone(), transport, engine });
+            kinds.push(Kind::Cube { program: program.clone(), transport, engine, vhost: false });
         }
+    }
+    if std::path::Path::new("/dev/vhost-net").exists() {
+        for transport in ["mmio", "pci"] {
+            let (program, engine) = (program.clone(), "io_uring");
+            kinds.push(Kind::Cube { program, transport, engine, vhost: true });
+        }
+    } else {
+        eprintln!("io: vhost-net is not measured: there is no /dev/vhost-net (modprobe vhost_net)");
     }
     for peer in &options.peers {
         ensure!(peer.name() == "firecracker", "{} cannot be measured here", peer.name());
@@ -153,28 +170,34 @@ fn boot_all(options: &Options, folder: &std::path::Path) -> anyhow::Result<Vec<G
             kinds.push(Kind::Firecracker { peer: peer.clone(), engine });
         }
     }
+    kinds.retain(|kind| jobs.iter().any(|job| kind.is_of_use(job.part)));
     let numbered = (0..).zip(&kinds);
     numbered.map(|(number, kind)| Guest::boot(kind, number, &files, DISK_MIB)).collect()
 }
 
-fn jobs(scale: u64) -> Vec<(String, Job<'static>)> {
-    let mut jobs: Vec<(String, Job<'static>)> = Vec::new();
+fn jobs(scale: u64) -> Vec<Job> {
+    let mut jobs = Vec::new();
     for load in LOADS {
         let count = load.count * scale;
         let title = format!("{}: {count} requests, {} in flight", load.name, load.depth);
-        jobs.push((title, Box::new(move |guest| fio(guest, load, count))));
+        jobs.push(job(title, Part::Disk, move |guest| fio(guest, load, count)));
     }
     let (bytes, messages) = (STREAM * scale, MESSAGES * scale);
     let mib = bytes >> 20;
-    jobs.push((format!("vsock, {mib} MiB to the guest"), Box::new(move |g| vsock_to(g, bytes))));
-    jobs.push((format!("vsock, {mib} MiB to the host"), Box::new(move |g| vsock_from(g, bytes))));
-    let title = format!("vsock, {messages} requests and answers, one after the other");
-    jobs.push((title, Box::new(move |guest| vsock_latency(guest, messages))));
-    jobs.push((format!("TAP, TCP, {mib} MiB to the guest"), Box::new(move |g| tcp_to(g, bytes))));
-    jobs.push((format!("TAP, TCP, {mib} MiB to the host"), Box::new(move |g| tcp_from(g, bytes))));
-    let title = "TAP, mean of 100 echoes, one after the other".to_owned();
-    jobs.push((title, Box::new(tap_latency)));
+    let title = |what: &str| format!("{what}, {mib} MiB");
+    jobs.push(job(title("vsock, to the guest"), Part::Vsock, move |g| vsock_to(g, bytes)));
+    jobs.push(job(title("vsock, to the host"), Part::Vsock, move |g| vsock_from(g, bytes)));
+    let answers = format!("vsock, {messages} requests and answers, one after the other");
+    jobs.push(job(answers, Part::Vsock, move |guest| vsock_latency(guest, messages)));
+    jobs.push(job(title("TAP, TCP, to the guest"), Part::Net, move |g| tcp_to(g, bytes)));
+    jobs.push(job(title("TAP, TCP, to the host"), Part::Net, move |g| tcp_from(g, bytes)));
+    let echoes = "TAP, mean of 100 echoes, one after the other".to_owned();
+    jobs.push(job(echoes, Part::Net, tap_latency));
     jobs
+}
+
+fn job(title: String, part: Part, act: impl Fn(&Guest) -> anyhow::Result<u64> + 'static) -> Job {
+    Job { title, part, act: Box::new(act) }
 }
 
 /// What the guest's clock says between the first request and the last answer.
@@ -347,7 +370,7 @@ mod tests {
 
     #[test]
     fn every_piece_of_work_has_a_title_of_its_own() {
-        let mut titles: Vec<String> = jobs(1).into_iter().map(|(title, _)| title).collect();
+        let mut titles: Vec<String> = jobs(1).into_iter().map(|job| job.title).collect();
         let count = titles.len();
         titles.sort();
         titles.dedup();

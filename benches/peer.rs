@@ -30,13 +30,16 @@ impl FromStr for Peer {
     type Err = anyhow::Error;
 
     fn from_str(text: &str) -> anyhow::Result<Self> {
-        let (name, path) = text.split_once('=').context("write NAME=PATH")?;
+        let (name, path) =
+            text.split_once('=').context("write firecracker=FILE or cloud-hypervisor=FILE")?;
         let kind = match name {
             "firecracker" => Kind::Firecracker,
             "cloud-hypervisor" => Kind::CloudHypervisor,
             other => bail!("unknown peer {other:?}; write firecracker or cloud-hypervisor"),
         };
-        Ok(Self { kind, program: path.into() })
+        let program = PathBuf::from(path);
+        ensure!(program.is_file(), "{path:?} is not a file; give the program of {name}");
+        Ok(Self { kind, program })
     }
 }
 
@@ -104,16 +107,24 @@ mod tests {
 
     #[test]
     fn a_peer_is_named_with_its_path() {
-        let peer: Peer = "firecracker=/opt/fc".parse().unwrap();
-        assert_eq!((peer.name(), peer.program.as_path()), ("firecracker", Path::new("/opt/fc")));
-        assert_eq!("cloud-hypervisor=x".parse::<Peer>().unwrap().name(), "cloud-hypervisor");
+        let peer: Peer = "firecracker=/bin/true".parse().unwrap();
+        assert_eq!((peer.name(), peer.program.as_path()), ("firecracker", Path::new("/bin/true")));
+        let peer: Peer = "cloud-hypervisor=/bin/true".parse().unwrap();
+        assert_eq!(peer.name(), "cloud-hypervisor");
     }
 
     #[test]
     fn what_is_no_peer_is_refused_with_what_is() {
         let error = "qemu=/usr/bin/qemu".parse::<Peer>().unwrap_err().to_string();
         assert!(error.contains("\"qemu\"") && error.contains("firecracker"), "{error}");
-        assert!("firecracker".parse::<Peer>().is_err());
+        for (text, words) in [
+            ("/nonexistent", "write firecracker=FILE or cloud-hypervisor=FILE"),
+            ("firecracker=/nonexistent", "\"/nonexistent\" is not a file; give the program of"),
+            ("firecracker=", "is not a file"),
+        ] {
+            let error = text.parse::<Peer>().unwrap_err().to_string();
+            assert!(error.contains(words), "{text}: {error}");
+        }
     }
 
     #[test]

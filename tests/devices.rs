@@ -17,8 +17,12 @@ mod fio;
 mod link;
 #[path = "devices/network.rs"]
 mod network;
+#[path = "devices/paths.rs"]
+mod paths;
 #[path = "devices/pmem.rs"]
 mod pmem;
+#[path = "devices/shares.rs"]
+mod shares;
 #[path = "devices/storage.rs"]
 mod storage;
 #[path = "devices/together.rs"]
@@ -28,10 +32,12 @@ fn main() -> ExitCode {
     let modules = [
         network::trials(),
         link::trials(),
+        paths::trials(),
         balloon::trials(),
         pmem::trials(),
         together::trials(),
         storage::trials(),
+        shares::trials(),
         fio::trials(),
         cycles::trials(),
     ];

@@ -26,6 +26,14 @@ pub enum SaveError {
     /// It still runs. Stop it first.
     #[error("{0} cannot be saved while it is running")]
     Running(&'static str),
+    /// Whoever has the state does not give it.
+    #[error("state of {kind} cannot be saved: {source}")]
+    Refused {
+        /// What was to be saved.
+        kind: &'static str,
+        /// The reason.
+        source: Box<dyn std::error::Error + Send + Sync>,
+    },
     /// The state has no encoding.
     #[error("state of {kind} cannot be encoded")]
     Encode {
@@ -84,6 +92,14 @@ pub enum RestoreError {
         field: &'static str,
         /// Its value.
         value: String,
+    },
+    /// Whoever shall have the state does not take it.
+    #[error("state of {kind} cannot be restored: {source}")]
+    Refused {
+        /// What was saved.
+        kind: &'static str,
+        /// The reason.
+        source: Box<dyn std::error::Error + Send + Sync>,
     },
     /// It runs. Only an idle thing can take a record.
     #[error("{0} cannot be restored while it is running")]

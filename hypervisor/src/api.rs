@@ -17,9 +17,11 @@ use devices::virtio::net::NetOption;
 use guest_protocol::Hello;
 use serde::{Deserialize, Serialize};
 
+use crate::cards::CardInfo;
 use crate::config::{DiskConfig, VmConfig};
 use crate::disks::DiskInfo;
 use crate::metrics::Family;
+use crate::shares::ShareInfo;
 use crate::snapshot::folder::Durability;
 use crate::snapshot::manifest::SavedDisk;
 use crate::state::VmState;
@@ -40,6 +42,9 @@ pub enum Request {
         #[serde(default)]
         format: MetricsFormat,
     },
+    /// What the guest has of its shares, and what a restore has come to. Always legal. Answer:
+    /// [`Reply::Shares`].
+    Shares {},
     /// Takes all vCPUs out of the guest and stops the devices. Legal while running. Answer:
     /// [`Reply::Done`] when nothing moves any more.
     Pause {},
@@ -198,6 +203,11 @@ pub enum Reply {
     Done,
     /// To [`Request::Info {}`].
     Info(Box<Info>),
+    /// To [`Request::Shares`].
+    Shares {
+        /// One for each `--fs`.
+        shares: Vec<ShareInfo>,
+    },
     /// To [`Request::Metrics`].
     Metrics {
         /// By name.
@@ -252,6 +262,9 @@ pub struct Info {
     pub devices: Vec<String>,
     /// Its disks, and which engine each has.
     pub disks: Vec<DiskInfo>,
+    /// Its network cards, and who moves the frames of each.
+    #[serde(default)]
+    pub net: Vec<CardInfo>,
     /// What the VM was made from, with what has been plugged since.
     pub config: VmConfig,
 }

@@ -18,7 +18,8 @@ use devices::pci::root::SlotError;
 use devices::virtio::StartError;
 use devices::virtio::balloon::BalloonHandle;
 use devices::virtio::block::{BlockError, DiskError};
-use devices::virtio::net::{NetConfig, NetError, Tap, TapError};
+use devices::virtio::fs::FsError;
+use devices::virtio::net::{NetError, TapError};
 use devices::virtio::pmem::{PmemBacking, PmemError};
 use devices::virtio::vhost::user::VhostUserError;
 use devices::virtio::vsock::{VsockError, VsockHandle};
@@ -29,6 +30,7 @@ use crate::boot::entry::{self, Entry};
 use crate::boot::kernel::{InitrdFile, KernelError, KernelFile, LoadedKernel};
 use crate::boot::linux::BootInfo;
 use crate::boot::tables::{self, Description, TablesError};
+use crate::cards::OpenedCard;
 use crate::config::{ConfigError, TransportKind, VmConfig};
 use crate::console::{ConsoleLog, ConsoleSink};
 use crate::disks::OpenedDisk;
@@ -63,6 +65,8 @@ pub enum BuildError {
     DiskBackend { id: String, source: VhostUserError },
     #[error(transparent)]
     Pmem(#[from] PmemError),
+    #[error(transparent)]
+    Fs(#[from] FsError),
     #[error(transparent)]
     Tap(#[from] TapError),
     #[error(transparent)]
@@ -105,13 +109,13 @@ struct Files {
     boot: Option<BootFiles>,
     disks: Vec<OpenedDisk>,
     pmem: Vec<(DeviceId, PmemBacking)>,
-    net: Vec<(NetConfig, Vec<Tap>)>,
+    net: Vec<OpenedCard>,
 }
 
 /// The files of devices, in their places.
 struct DeviceFiles {
     disks: Vec<OpenedDisk>,
-    net: Vec<(NetConfig, Vec<Tap>)>,
+    net: Vec<OpenedCard>,
     pmem: Vec<PlacedPmem>,
 }
 
@@ -175,11 +179,7 @@ impl Files {
             let backing = PmemBacking::open(&config.path, config.read_only)?;
             pmem.push((DeviceId::new(config.id), backing));
         }
-        let mut net = Vec::new();
-        for option in config.all_net() {
-            let card = option.config(DeviceId::new(option.id.clone()));
-            net.push((card, option.open()?));
-        }
+        let net = config.all_net().iter().map(OpenedCard::open).collect::<Result<_, _>>()?;
         Ok(Self { boot, disks, pmem, net })
     }
 }
@@ -343,6 +343,7 @@ impl<'a> Parts<'a> {
         let vsock = wiring.virtio_devices(config, files.disks)?;
         wiring.console(config, &console)?;
         wiring.net(files.net)?;
+        wiring.shares(config)?;
         let balloon = wiring.balloon(config)?;
         wiring.pmem(&files.pmem)?;
         let describe = |loaded: LoadedBoot| loaded.describe(config, &wiring, memory, observers);
@@ -398,6 +399,8 @@ impl<'a> Parts<'a> {
             transports: self.wiring.transports,
             meters: self.wiring.meters,
             disks: self.wiring.disks,
+            shares: self.wiring.shares,
+            cards: self.wiring.cards,
             doorbells: self.wiring.doorbells,
             legacy: self.legacy,
             pci: self.wiring.pci,

@@ -1,5 +1,6 @@
 //! What a VM shall be: parsed from the command line or from JSON, validated before anything is made.
 
+mod share;
 mod storage;
 
 use std::fmt;
@@ -11,6 +12,7 @@ use devices::virtio::block::{MAX_QUEUES, UnknownEngine};
 use devices::virtio::net::{NetOption, NetOptionError};
 use serde::{Deserialize, Serialize};
 
+pub use self::share::{ShareConfig, ShareError, policy};
 use self::storage::checked_id;
 pub use self::storage::{DiskConfig, PmemConfig};
 
@@ -85,6 +87,9 @@ pub enum ConfigError {
     /// A network card that makes no sense.
     #[error(transparent)]
     Net(#[from] NetOptionError),
+    /// A share that makes no sense.
+    #[error(transparent)]
+    Share(#[from] ShareError),
     /// Two devices of one name.
     #[error("two devices are called {0:?}; give each its own id=")]
     DuplicateId(String),
@@ -247,6 +252,15 @@ pub struct VmConfig {
     /// Network cards, `eth0` and on.
     #[serde(default)]
     pub net: Vec<NetOption>,
+    /// Directories of the host.
+    #[serde(default, skip_serializing_if = "Vec::is_empty")]
+    pub fs: Vec<ShareConfig>,
+    /// The file server, if it is not beside this program. Of this host, so not saved.
+    #[serde(skip)]
+    pub fsd: Option<PathBuf>,
+    /// Where shares may be; anywhere if empty. Of this host, so not saved.
+    #[serde(skip)]
+    pub fs_allow: Vec<PathBuf>,
     /// A balloon: memory that the guest does not need goes back to the host.
     #[serde(default)]
     pub balloon: bool,
@@ -316,7 +330,8 @@ impl VmConfig {
 
     /// True if another process works on guest RAM, which must be made so that it can be shared.
     pub fn shares_memory(&self) -> bool {
-        self.disks.iter().any(|disk| disk.vhost_user)
+        let cards = self.net.iter().any(|card| card.backend().is_some());
+        cards || self.disks.iter().any(|disk| disk.vhost_user)
     }
 
     /// All persistent memory, named.
@@ -341,6 +356,17 @@ impl VmConfig {
         all
     }
 
+    /// All shares, named.
+    pub fn all_fs(&self) -> Vec<ShareConfig> {
+        let mut all = self.fs.clone();
+        for (index, share) in all.iter_mut().enumerate() {
+            if share.id.is_empty() {
+                share.id = format!("fs{index}");
+            }
+        }
+        all
+    }
+
     /// The same with every device named, so that its name stays when others come and go.
     #[must_use]
     pub fn named(&self) -> Self {
@@ -349,15 +375,27 @@ impl VmConfig {
             // Its name is fixed.
             disks.remove(0);
         }
-        Self { disks, pmem: self.all_pmem(), net: self.all_net(), ..self.clone() }
+        let (pmem, net, fs) = (self.all_pmem(), self.all_net(), self.all_fs());
+        Self { disks, pmem, net, fs, ..self.clone() }
     }
 
     fn device_ids(&self) -> Vec<String> {
         let disks = self.all_disks().into_iter().map(|disk| disk.id);
         let pmem = self.all_pmem().into_iter().map(|pmem| pmem.id);
         let net = self.all_net().into_iter().map(|net| net.id);
+        let fs = self.all_fs().into_iter().map(|share| share.id);
         let ours = ["vsock", "rng", "balloon", "console"].map(str::to_owned);
-        disks.chain(pmem).chain(net).chain(ours).collect()
+        disks.chain(pmem).chain(net).chain(fs).chain(ours).collect()
+    }
+
+    fn validate_shares(&self) -> Result<(), ShareError> {
+        for (index, share) in self.fs.iter().enumerate() {
+            share.validate()?;
+            if self.fs.iter().take(index).any(|other| other.tag == share.tag) {
+                return Err(ShareError::DuplicateTag(share.tag.clone()));
+            }
+        }
+        Ok(())
     }
 
     /// Checks all that can be told without touching the host.
@@ -385,11 +423,13 @@ impl VmConfig {
         for disk in &self.disks {
             disk.validate()?;
         }
+        self.validate_shares()?;
         // Entropy and vsock are always there.
         let optional = [self.balloon, self.console == Console::Virtio];
         let count = self.all_disks().len()
             + self.pmem.len()
             + self.net.len()
+            + self.fs.len()
             + optional.iter().filter(|&&wanted| wanted).count()
             + 2;
         let max = match self.transport {

@@ -209,7 +209,10 @@ impl Control {
         match request {
             Request::Info {} => answer(&reply, Reply::Info(Box::new(self.info()))),
             Request::Metrics { format } => answer(&reply, self.metrics(format)),
-            Request::Pause {} => answer(&reply, self.pause()),
+            Request::Shares {} => answer(&reply, Reply::Shares { shares: self.vm.shares() }),
+            Request::Pause {} => {
+                answer(&reply, done(self.vm.pause().map(crate::vm::Paused::keep)));
+            }
             Request::Resume {} => answer(&reply, done(self.resume())),
             Request::Snapshot(request) => {
                 let told = self.snapshot(&request).map(|report| Reply::Saved(Box::new(report)));
@@ -227,19 +230,6 @@ impl Control {
             }
         }
         None
-    }
-
-    fn pause(&mut self) -> Reply {
-        match self.vm.served_elsewhere() {
-            Some(disk) => {
-                let message = format!(
-                    "disk {disk:?} is served by a vhost-user backend, and such a VM cannot be paused \
-                     yet; unplug the disk first, or give the VM a path= disk"
-                );
-                error(ErrorKind::Failed, &message)
-            }
-            None => done(self.vm.pause().map(crate::vm::Paused::keep)),
-        }
     }
 
     fn stop(&mut self, how: StopHow, timeout: Duration) -> Option<Happening> {
@@ -299,6 +289,7 @@ impl Control {
             }),
             devices: self.vm.devices(),
             disks: self.vm.disks(),
+            net: self.vm.cards(),
             config,
         }
     }

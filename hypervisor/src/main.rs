@@ -53,6 +53,9 @@ enum Command {
     /// Tell what a VM and its devices have counted, for Prometheus or as JSON
     #[command(after_help = client::METRICS_HELP)]
     Metrics(client::MetricsOptions),
+    /// Ask about the directories that a VM shares
+    #[command(subcommand)]
+    Fs(client::FsCommand),
     /// Let a VM stand still
     Pause(client::Target),
     /// Let a paused VM go on
@@ -101,6 +104,7 @@ fn act(command: &Command, ladder: Ladder) -> anyhow::Result<u8> {
         Command::Exec(options) => client::exec(options),
         Command::Info(target) => client::info(target),
         Command::Metrics(options) => client::metrics(options),
+        Command::Fs(command) => client::fs(command),
         Command::Pause(target) => client::plain(target, &Request::Pause {}),
         Command::Resume(target) => client::plain(target, &Request::Resume {}),
         Command::Snapshot(options) => snapshot::snapshot(options),

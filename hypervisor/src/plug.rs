@@ -2,9 +2,10 @@
 //! [`Vm::add_disk`].
 
 use devices::ids::DeviceId;
-use devices::virtio::net::{Net, NetOption, TapSource};
+use devices::memory::is_shared;
+use devices::virtio::net::{NetOption, NetSource};
 
-use crate::builder::BuildError;
+use crate::cards::OpenedCard;
 use crate::config::VmConfig;
 use crate::vm::{PlugError, Vm};
 
@@ -15,20 +16,32 @@ impl Vm {
     /// of which whoever asks knows nothing.
     pub fn add_net(&mut self, card: &NetOption) -> Result<(), PlugError> {
         let slots = self.slots()?;
-        if let TapSource::Fd(fds) = &card.source {
+        if let NetSource::Fd(fds) = &card.source {
             return Err(PlugError::Descriptors(fds.clone()));
         }
+        self.check_plugged(&card.id, card.backend().is_some())?;
         let config = with_net(self.config(), card);
         config.validate().map_err(PlugError::Config)?;
-        let id = DeviceId::new(card.id.clone());
-        let taps = card.open().map_err(BuildError::from)?;
-        let device = Net::new(self.executor.handle(), taps, card.config(id.clone()))
-            .map_err(BuildError::from)?;
-        let (slot, transport) = slots.attach(&id, Box::new(device))?;
+        let (info, device) = OpenedCard::open(card)?.into_device(self.executor.handle())?;
+        let id = DeviceId::new(info.id.clone());
+        let (slot, transport) = slots.attach(&id, device)?;
         self.transports.push((id, transport));
+        self.cards.push(info);
         self.config = config;
         slots.announce(slot);
         Ok(())
+    }
+
+    /// Checks what only a plugged device needs: a name that stays, and for a backend (`shares`) guest
+    /// memory that another process can map.
+    pub(crate) fn check_plugged(&self, id: &str, shares: bool) -> Result<(), PlugError> {
+        if id.is_empty() {
+            return Err(PlugError::NoName);
+        }
+        match shares && !is_shared(&self.memory) {
+            true => Err(PlugError::PrivateMemory(id.to_owned())),
+            false => Ok(()),
+        }
     }
 
     /// Disks and network cards can be unplugged. A guest without its other devices would be out of
@@ -36,7 +49,8 @@ impl Vm {
     pub(crate) fn can_be_unplugged(&self, id: &str) -> bool {
         let disks = self.config().all_disks().into_iter().map(|disk| disk.id);
         let cards = self.config().all_net().into_iter().map(|card| card.id);
-        disks.chain(cards).any(|other| other == id)
+        let shares = self.config().all_fs().into_iter().map(|share| share.id);
+        disks.chain(cards).chain(shares).any(|other| other == id)
     }
 }
 

@@ -46,6 +46,7 @@ pub fn check(state: VmState, request: &Request) -> Result<(), Illegal> {
     let (name, legal) = match request {
         Request::Info {} => ("info", true),
         Request::Metrics { .. } => ("metrics", true),
+        Request::Shares {} => ("shares", true),
         Request::Pause {} => ("pause", state == VmState::Running),
         Request::Resume {} => ("resume", state == VmState::Paused),
         Request::Snapshot(_) => ("snapshot", matches!(state, VmState::Running | VmState::Paused)),

@@ -5,7 +5,7 @@ use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use devices::executor::Executor;
 use devices::ids::DeviceId;
 use devices::irq::Interrupt;
-use devices::memory::{Memory, is_shared};
+use devices::memory::Memory;
 use devices::metrics::Meter;
 use devices::virtio::balloon::BalloonHandle;
 use devices::virtio::transport::Transport;
@@ -14,6 +14,7 @@ use guest_protocol::Hello;
 use kvm_bindings::kvm_cpuid_entry2;
 
 use crate::builder::BuildError;
+use crate::cards::CardInfo;
 use crate::config::{ConfigError, DiskConfig, VmConfig};
 use crate::console::ConsoleLog;
 use crate::disks::{DiskInfo, OpenedDisk, RunningDisk};
@@ -22,6 +23,7 @@ use crate::generation::{Generation, GenerationError};
 use crate::kvm::VmHandle;
 use crate::metrics::{Family, Gathering};
 use crate::pci_slots::PciSlots;
+use crate::shares::{RunningShare, ShareInfo};
 use crate::snapshot::paging::Pager;
 use crate::snapshot::save::{Frozen, Job, SnapshotError};
 use crate::snapshot::tracking::Tracking;
@@ -48,10 +50,13 @@ pub enum PlugError {
     NotPluggable(String),
     /// A backend in another process cannot see guest RAM.
     #[error(
-        "guest memory is not shared, which vhost-user disk {0:?} needs; start the VM with one of \
+        "guest memory is not shared, which vhost-user device {0:?} needs; start the VM with one of \
          these, then more can be plugged"
     )]
     PrivateMemory(String),
+    /// A device that could not be unplugged again.
+    #[error("a device that is plugged needs a name; add id=NAME")]
+    NoName,
     /// The device could not be made, or is not there.
     #[error(transparent)]
     Device(#[from] BuildError),
@@ -74,6 +79,9 @@ pub struct Vm {
     pub(crate) pci: Option<PciSlots>,
     /// After the devices, which run in their threads.
     pub(crate) disks: Vec<RunningDisk>,
+    pub(crate) shares: Vec<RunningShare>,
+    /// What is told of the network cards.
+    pub(crate) cards: Vec<CardInfo>,
     /// Runs all other devices.
     pub(crate) executor: Executor,
     pub(crate) handle: Arc<VmHandle>,
@@ -180,13 +188,6 @@ impl Vm {
         Ok(())
     }
 
-    /// A disk that another process serves. A pause would have to leave that process without any
-    /// request half done, and some take it badly: QEMU's storage daemon now and then still writes to
-    /// a descriptor that it has closed, and serves nothing afterwards.
-    pub(crate) fn served_elsewhere(&self) -> Option<String> {
-        self.config.disks.iter().find(|disk| disk.vhost_user).map(|disk| disk.id.clone())
-    }
-
     /// The devices, by name.
     pub fn devices(&self) -> Vec<String> {
         self.transports.iter().map(|(id, _)| id.to_string()).collect()
@@ -206,9 +207,27 @@ impl Vm {
         gathering.families()
     }
 
+    /// Its shares, and what their servers say. Waits a second at most for each.
+    pub fn shares(&self) -> Vec<ShareInfo> {
+        self.shares.iter().map(RunningShare::info).collect()
+    }
+
     /// Its disks, and which engine each has.
     pub fn disks(&self) -> Vec<DiskInfo> {
         self.disks.iter().map(|disk| disk.info.clone()).collect()
+    }
+
+    /// Its network cards, and who moves the frames of each.
+    pub fn cards(&self) -> Vec<CardInfo> {
+        self.cards.clone()
+    }
+
+    /// Devices that write to guest memory behind the backs of KVM and this process, so that what has
+    /// changed since some moment is not known of the VM.
+    pub fn unlogged_writers(&self) -> Vec<String> {
+        let unlogged = |transport| !lock(transport).lifecycle().writes_are_logged();
+        let writers = self.transports.iter().filter(|(_, transport)| unlogged(transport));
+        writers.map(|(id, _)| id.to_string()).collect()
     }
 
     pub(crate) fn slots(&self) -> Result<PciSlots, PlugError> {
@@ -218,12 +237,10 @@ impl Vm {
     /// Plugs a disk while the guest runs. Legal while running, with PCI.
     pub fn add_disk(&mut self, disk: &DiskConfig) -> Result<(), PlugError> {
         let slots = self.slots()?;
+        self.check_plugged(&disk.id, disk.vhost_user)?;
         let mut config = self.config.clone();
         config.disks.push(disk.clone());
         config.validate().map_err(PlugError::Config)?;
-        if disk.vhost_user && !is_shared(&self.memory) {
-            return Err(PlugError::PrivateMemory(disk.id.clone()));
-        }
         let (running, device) = OpenedDisk::open(disk, self.config.cpus)?.into_device();
         let id = running.id.clone();
         let (slot, transport) = slots.attach(&id, device)?;
@@ -257,6 +274,7 @@ impl Vm {
             self.config.disks.retain(|disk| disk.id != id.as_str());
             self.config.net.retain(|card| card.id != id.as_str());
             self.disks.retain(|disk| disk.id != id);
+            self.cards.retain(|card| card.id != id.as_str());
             tracing::info!(device = %id, "unplugged");
         }
     }

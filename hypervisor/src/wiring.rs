@@ -24,13 +24,13 @@ use devices::virtio::VirtioDevice;
 use devices::virtio::balloon::{Balloon, BalloonConfig, BalloonHandle};
 use devices::virtio::console::{Console, ConsoleConfig};
 use devices::virtio::mmio::{MmioTransport, REGION_SIZE};
-use devices::virtio::net::{Net, NetConfig, Tap};
 use devices::virtio::pmem::{Pmem, PmemBacking, PmemConfig};
 use devices::virtio::rng::{Rng, host_entropy};
 use devices::virtio::vsock::{Vsock, VsockConfig, VsockHandle};
 
 use crate::boot::tables::MmioDevice;
 use crate::builder::{BuildError, Observers};
+use crate::cards::{CardInfo, OpenedCard};
 use crate::config::{TransportKind, VmConfig};
 use crate::console::{ConsoleLog, ConsoleSink};
 use crate::disks::{OpenedDisk, RunningDisk};
@@ -40,6 +40,7 @@ use crate::kvm::VmHandle;
 use crate::layout;
 use crate::outcome::Outcome;
 use crate::pci_slots::PciSlots;
+use crate::shares::RunningShare;
 use crate::vm::SharedTransport;
 
 /// The guest's context id: the only guest on its own vsock device, so it needs no other.
@@ -100,6 +101,10 @@ pub struct Wiring<'a> {
     pub transports: Vec<(DeviceId, SharedTransport)>,
     /// The disks among them. Here, so that they are dropped after the devices.
     pub disks: Vec<RunningDisk>,
+    /// The shares among them, for the same reason.
+    pub shares: Vec<RunningShare>,
+    /// What is told of the network cards among them.
+    pub cards: Vec<CardInfo>,
     /// What counts beside the virtio devices: its kind, its name, its counts.
     pub meters: Vec<(&'static str, &'static str, Meter)>,
     /// The lines to connect.
@@ -126,6 +131,8 @@ impl<'a> Wiring<'a> {
             transports: Vec::new(),
             meters: Vec::new(),
             disks: Vec::new(),
+            shares: Vec::new(),
+            cards: Vec::new(),
             lines: Vec::new(),
             doorbells: Doorbells::default(),
         };
@@ -219,11 +226,21 @@ impl<'a> Wiring<'a> {
     }
 
     /// The network cards.
-    pub fn net(&mut self, cards: Vec<(NetConfig, Vec<Tap>)>) -> Result<(), BuildError> {
-        for (config, taps) in cards {
-            let id = config.id.clone();
-            let card = Net::new(self.executor.clone(), taps, config)?;
-            self.virtio(id, Box::new(card))?;
+    pub fn net(&mut self, cards: Vec<OpenedCard>) -> Result<(), BuildError> {
+        for card in cards {
+            let (info, device) = card.into_device(self.executor.clone())?;
+            self.virtio(DeviceId::new(info.id.clone()), device)?;
+            self.cards.push(info);
+        }
+        Ok(())
+    }
+
+    /// The shares, each with its file server.
+    pub fn shares(&mut self, config: &VmConfig) -> Result<(), BuildError> {
+        for share in config.all_fs() {
+            let (id, device, running) = crate::shares::open(&share, config)?;
+            self.virtio(id, device)?;
+            self.shares.push(running);
         }
         Ok(())
     }

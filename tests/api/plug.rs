@@ -62,6 +62,12 @@ fn what_cannot_be_plugged_or_unplugged_is_told() {
     let unplug = vm.cli("unplug", &["vsock"]).end();
     unplug.assert_refused(&["\"vsock\"", "neither a disk nor a network card"]);
     vm.cli("plug", &["--net", "fd=7,id=x"]).end().assert_refused(&["fd=[7]", "use tap=NAME"]);
+    let [disk, net] =
+        [r#""add_disk","disk":{"path":"/a"}"#, r#""add_net","net":{"source":{"tap":"t"}}"#];
+    for request in [disk, net] {
+        let answer = vm.converse(format!("{{\"request\":{request}}}\n").as_bytes(), 1);
+        assert!(answer[0].contains("needs a name; add id=NAME"), "{request}: {answer:?}");
+    }
     let taken = vm.cli("plug", &["--net", "tap=tap9,id=rng"]).end();
     taken.assert_refused(&["rng"]);
     assert_eq!(vm.exec(["echo", "on"]).text(), "on");

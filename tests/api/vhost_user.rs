@@ -5,7 +5,9 @@ use std::fs;
 use std::path::Path;
 use std::process::{Child, Command};
 
-use harness::{Place, TestVm, eventually, image, sh};
+use guest_protocol::Spawn;
+use harness::guest::GuestProcess;
+use harness::{Place, TestVm, eventually, image, sh, tools};
 use hypervisor::api::{ErrorKind, Reply, Request};
 use hypervisor::config::DiskConfig;
 use hypervisor::disks::DiskEngine;
@@ -16,7 +18,7 @@ const MIB: usize = 1 << 20;
 pub fn trials() -> Vec<Trial> {
     harness::trials![
         a_backend_serves_a_disk_on_both_transports,
-        a_vm_with_such_a_disk_is_not_paused,
+        pauses_with_requests_in_flight_lose_none,
         a_backend_that_dies_leaves_the_guest_alive,
         a_disk_of_a_backend_is_plugged_where_memory_is_shared,
     ]
@@ -31,13 +33,24 @@ struct Backend {
 impl Backend {
     /// Serves `file` at a socket of the place.
     fn start(place: &Place, name: &str, file: &str) -> Self {
+        Self::export(place, name, file, "disk")
+    }
+
+    /// The same with storage so slow that there is always something in flight under load.
+    fn start_slow(place: &Place, name: &str, file: &str) -> Self {
+        Self::export(place, name, file, "slow")
+    }
+
+    fn export(place: &Place, name: &str, file: &str, node: &str) -> Self {
         let socket = harness::artifacts::text(&place.given_path(name));
         let child = Command::new("qemu-storage-daemon")
+            .args(["--object", "throttle-group,id=limit,limits.iops-total=100"])
             .args(["--blockdev", &format!("driver=file,node-name=disk,filename={file}")])
+            .args(["--blockdev", "driver=throttle,node-name=slow,throttle-group=limit,file=disk"])
             .args([
                 "--export",
                 &format!(
-                    "type=vhost-user-blk,id=x,node-name=disk,writable=on,num-queues=2,\
+                    "type=vhost-user-blk,id=x,node-name={node},writable=on,num-queues=2,\
                      addr.type=unix,addr.path={socket}"
                 ),
             ])
@@ -88,17 +101,51 @@ fn a_backend_serves_a_disk_on_both_transports() {
     }
 }
 
-fn a_vm_with_such_a_disk_is_not_paused() {
-    let builder = TestVm::builder();
-    let file = builder.place().given("disk", vec![7; MIB]);
-    let backend = Backend::start(builder.place(), "socket", &file);
+/// Writes and verifies with many requests at once, pass after pass, until there is `/tmp/stop`.
+fn load() -> String {
+    let fio = tools::start("fio");
+    let pass = format!(
+        "{fio} --name=load --filename=/dev/vda --direct=1 --ioengine=io_uring --iodepth=32 \
+         --thread --rw=randrw --bs=4k --size=512k --verify=crc32c --verify_fatal=1 \
+         --do_verify=1"
+    );
+    let mount = tools::MOUNT;
+    format!("{mount} && cd /tmp && until test -e stop; do {pass} >log 2>&1 || exit 1; done")
+}
+
+/// How often a guest under load is paused.
+fn pauses() -> u32 {
+    let asked = std::env::var("CUBE_PAUSES").ok().map(|text| text.parse().unwrap());
+    asked.unwrap_or(20)
+}
+
+/// A guest on slow storage that is under load, and its load.
+fn loaded(place: Place, backend: &Backend) -> (TestVm, GuestProcess) {
+    let tools = tools::programs(&place, &["/usr/bin/fio"]);
+    let builder = TestVm::builder_in(place).option("--pmem", format!("path={tools},ro"));
     let vm = builder.disk(backend.disk("far")).boot();
-    let Reply::Error { kind, message } = vm.request(&Request::Pause {}) else {
-        panic!("not refused")
-    };
-    assert_eq!(kind, ErrorKind::Failed);
-    assert!(message.contains("\"far\"") && message.contains("cannot be paused"), "{message}");
-    assert_eq!(vm.exec(sh("head -c 1 /dev/vda | od -An -td1")).text().trim(), "7");
+    let load = vm.start(Spawn::new(sh(&load())));
+    eventually("the load begins", || vm.count("vhost_user_calls_total", "far") > 20);
+    (vm, load)
+}
+
+fn pauses_with_requests_in_flight_lose_none() {
+    let place = Place::new();
+    let file = place.given("disk", vec![0; MIB]);
+    let backend = Backend::start_slow(&place, "socket", &file);
+    let (vm, load) = loaded(place, &backend);
+    for _ in 0..pauses() {
+        let calls = vm.count("vhost_user_calls_total", "far");
+        vm.ask(&Request::Pause {});
+        vm.ask(&Request::Resume {});
+        let more = || vm.count("vhost_user_calls_total", "far") > calls + 1;
+        eventually("the backend goes on", more);
+    }
+    assert!(vm.exec(["touch", "/tmp/stop"]).status.success());
+    let ended = load.end();
+    assert!(ended.status.success(), "{ended:?}, {}", vm.exec(["cat", "/tmp/log"]).text());
+    assert_eq!(vm.count("vhost_user_losses_total", "far"), 0);
+    assert_eq!(vm.count("vhost_user_connections_total", "far"), 1);
 }
 
 fn a_backend_that_dies_leaves_the_guest_alive() {

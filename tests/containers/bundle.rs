@@ -66,11 +66,8 @@ impl Guest {
     pub fn try_create(&self, id: &str, spec: &Value) -> (GuestProcess, Value) {
         let dir = format!("/run/bundles/{id}");
         self.write(&format!("{dir}/config.json"), spec);
-        let mut spawn = Spawn::new(["cube-oci", "create", "--bundle", &dir, id]);
-        if spec["process"]["terminal"] == true {
-            spawn = spawn.tty(WindowSize { rows: 31, cols: 97 });
-        }
-        let keeper = self.vm.start(spawn);
+        let spawn = Spawn::new(["cube-oci", "create", "--bundle", &dir, id]);
+        let keeper = self.vm.start(on_terminal(spawn, &spec["process"]));
         (keeper, self.ask(&["state", "--wait-created", "120", id]))
     }
 
@@ -95,7 +92,16 @@ impl Guest {
     pub fn exec(&self, id: &str, name: &str, process: &Value) -> GuestProcess {
         let file = format!("/run/processes/{id}-{name}");
         self.write(&file, process);
-        self.vm.start(Spawn::new(["cube-oci", "exec", "--process", &file, id, name]))
+        let spawn = Spawn::new(["cube-oci", "exec", "--process", &file, id, name]);
+        self.vm.start(on_terminal(spawn, process))
+    }
+}
+
+/// A keeper of a process with a terminal has one of its own.
+fn on_terminal(spawn: Spawn, process: &Value) -> Spawn {
+    match process["terminal"] == true {
+        true => spawn.tty(WindowSize { rows: 31, cols: 97 }),
+        false => spawn,
     }
 }
 

@@ -4,6 +4,7 @@ use crate::bundle::{Guest, code, ended, process, spec};
 use guest_protocol::WindowSize;
 use libtest_mimic::Trial;
 use serde_json::json;
+use std::io::Write;
 
 pub fn trials() -> Vec<Trial> {
     harness::trials![
@@ -51,6 +52,13 @@ fn a_container_on_a_terminal_has_one_of_its_size() {
     spec["process"]["terminal"] = json!(true);
     let keeper = guest.start("terminal", &spec);
     keeper.stdout.wait_for("ready");
+    let mut added = process("stty size; read word; echo got $word; exit 5");
+    added["terminal"] = json!(true);
+    let mut added = guest.exec("terminal", "added", &added);
+    added.stdout.wait_for("31 97\r\n");
+    added.stdin.as_mut().unwrap().write_all(b"hello\r").unwrap();
+    added.stdout.wait_for("got hello\r\n");
+    assert_eq!(added.end().status, ended(5));
     keeper.remote().resize(WindowSize { rows: 7, cols: 8 }).unwrap();
     let output = keeper.end();
     let screen = String::from_utf8_lossy(&output.stdout).into_owned();

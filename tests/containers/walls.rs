@@ -43,6 +43,18 @@ fn a_container_is_walled_in() {
     ];
     assert_eq!(said.lines().collect::<Vec<_>>(), expected);
 
+    // A container that runs the file that made it cannot write it.
+    let mut own = spec("");
+    own["process"]["args"] = json!(["/proc/self/exe", "state", "--wait-created", "1000", "nosuch"]);
+    let keeper = guest.start("own", &own);
+    let write = process("echo x >/proc/1/exe || echo refused");
+    let written = guest.exec("own", "write", &write).end();
+    assert_eq!(written.stdout, b"refused\n", "{written:?}");
+    let error = String::from_utf8_lossy(&written.stderr).into_owned();
+    assert!(error.contains("Read-only file system"), "{error}");
+    guest.oci(&["delete", "--force", "own"]).text();
+    keeper.end();
+
     // Who is added has no more than it is given, and is bound by the same filter.
     let mut main = spec(&format!("{PRIVILEGES}; echo up; sleep 100000"));
     main["linux"]["seccomp"] = walled["linux"]["seccomp"].clone();

@@ -5,7 +5,7 @@ use std::env;
 use std::io::{Read, Write};
 use std::net::TcpStream;
 use std::thread;
-use std::time::Instant;
+use std::time::{Duration, Instant};
 
 use harness::{TestVm, image, wire};
 use libtest_mimic::Trial;
@@ -19,6 +19,7 @@ pub fn trials() -> Vec<Trial> {
         streams_arrive_byte_for_byte_over_pci,
         a_thousand_connections_do_not_mix_over_mmio,
         a_thousand_connections_do_not_mix_over_pci,
+        a_limit_of_the_card_holds_for_its_direction,
     ]
 }
 
@@ -87,6 +88,34 @@ fn streams_arrive_byte_for_byte_over_mmio() {
 
 fn streams_arrive_byte_for_byte_over_pci() {
     wire::in_a_network(|| assert_streams("pci"));
+}
+
+/// A limit is a least time, which no slow machine falls short of.
+fn a_limit_of_the_card_holds_for_its_direction() {
+    wire::in_a_network(|| {
+        const BYTES: u64 = 2 << 20;
+        let net = format!("tap={},id=net,tx_bytes=512K/s", wire::TAP);
+        let vm = TestVm::builder().option("--net", net).boot();
+        wire::configure(&vm);
+        let program = wire::install(&vm);
+        let run = |way: &str, serve: fn(&TcpStream, u64, u64)| {
+            let (listener, port) = wire::listen();
+            let serving = thread::spawn(move || serve(&wire::accept(&listener), BYTES, 71));
+            let started = Instant::now();
+            let (address, size) = (wire::HOST.to_string(), BYTES.to_string());
+            let output = vm.exec([program.as_str(), &address, &port, way, &size, "71"]);
+            assert!(output.status.success(), "{way}: {output:?}");
+            serving.join().unwrap();
+            started.elapsed()
+        };
+        // Of four seconds' worth one second's is there from the start, and the last frame, an eighth
+        // of a second at most, is let through on debt.
+        let sent = run("send", wire::expect_noise);
+        assert!(sent >= Duration::from_millis(4000 - 1000 - 125), "{sent:?}");
+        assert!(vm.count("net_sent_throttled_total", "net") >= 1);
+        run("receive", wire::send_noise);
+        assert_eq!(vm.count("net_received_throttled_total", "net"), 0);
+    });
 }
 
 const CONNECTIONS: usize = 1000;

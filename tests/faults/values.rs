@@ -120,6 +120,32 @@ fn a_command_line_with_an_escape_sequence() {
 }
 
 #[test]
+fn a_limit_of_a_network_card_that_is_no_rate() {
+    let place = Place::new();
+    let ended = run(&place, &["--net", "tap=t,rx_bytes=5"]).end();
+    ended.assert_refused(&["rate \"5\"", "10M/s"]);
+}
+
+#[test]
+fn a_limit_that_nobody_would_keep() {
+    let place = Place::new();
+    for (net, words) in [
+        ("tap=t,vhost=on,tx_frames=9/s", ["tx_frames=", "vhost=on"]),
+        ("vhost-user=s,rx_bytes=5M/s", ["rx_bytes=", "vhost-user="]),
+    ] {
+        let ended = run(&place, &["--net", net]).end();
+        ended.assert_refused(&[words[0], words[1], "leave one of them out"]);
+    }
+}
+
+#[test]
+fn a_network_card_without_its_backend() {
+    let place = Place::new();
+    let ended = run(&place, &["--net", "vhost-user=/nonexistent/socket"]).end();
+    ended.assert_refused(&["/nonexistent/socket", "start the backend first"]);
+}
+
+#[test]
 fn a_variable_without_a_value() {
     let place = Place::new();
     run(&place, &["--env", "HOME"]).end().assert_refused(&["\"HOME\"", "write NAME=VALUE"]);
@@ -181,4 +207,26 @@ fn an_argument_that_is_not_text() {
     let place = Place::new();
     let call = place.call(["run", "--memory"]).arguments([OsStr::from_bytes(b"\xff\xfe")]);
     call.end().assert_usage(&["invalid UTF-8"]);
+}
+
+#[test]
+fn a_share_without_a_directory() {
+    let place = Place::new();
+    let ended = run(&place, &["--fs", "tag=work"]).end();
+    ended.assert_refused(&["tag=work", "path=DIR"]);
+}
+
+#[test]
+fn two_shares_of_one_tag() {
+    let place = Place::new();
+    let ended = run(&place, &["--fs", "tag=work,path=/a", "--fs", "tag=work,path=/b"]).end();
+    ended.assert_refused(&["\"work\"", "give each its own"]);
+}
+
+#[test]
+fn a_share_with_a_tag_that_is_too_long() {
+    let place = Place::new();
+    let share = format!("tag={},path=/a", "x".repeat(37));
+    let ended = run(&place, &["--fs", &share]).end();
+    ended.assert_refused(&["is not usable", "1 to 36 bytes"]);
 }

@@ -1,7 +1,8 @@
 //! A vhost-user backend: any device of this crate, served over a Unix socket to another VMM, or to
 //! the frontend in this one. Each connection gets a device of its own.
 //!
-//! It does what a backend has to do and no more: one start with all queues, one stop of all.
+//! It does what a backend has to do and no more: it starts when each ring that was set up has been
+//! enabled or disabled, begins anew when that changes, and any stop stops all.
 
 use std::fs::File;
 use std::io;
@@ -30,7 +31,9 @@ use crate::ids::QueueIndex;
 use crate::irq::Interrupt;
 use crate::memory::{GuestAddress, Memory};
 use crate::virtio::queue::QueueLines;
-use crate::virtio::{Activation, ActiveQueue, Notifier, QueueRecord, VirtioDevice, feature};
+use crate::virtio::{
+    Activation, ActiveQueue, Notifier, QueueRecord, StartError, VirtioDevice, feature,
+};
 
 /// Makes the device of a connection.
 pub type MakeDevice = Arc<dyn Fn(ExecutorHandle) -> Box<dyn VirtioDevice> + Send + Sync>;
@@ -131,7 +134,8 @@ struct Ring {
     kick: Option<Event>,
     call: Option<Event>,
     fault: Option<Event>,
-    enabled: bool,
+    /// Unless nobody has said yet.
+    enabled: Option<bool>,
 }
 
 /// Guest RAM as the frontend has it.
@@ -147,12 +151,15 @@ struct Session {
     memory: Option<Memory>,
     mappings: Vec<Mapping>,
     rings: Vec<Ring>,
+    /// Of the live device; here, so that it does not hold itself.
+    notifier: Arc<Mutex<Option<Notifier>>>,
 }
 
 impl Session {
     fn new(device: Box<dyn VirtioDevice>) -> Self {
         let rings = device.identity().queue_sizes.iter().map(|_| Ring::default()).collect();
-        Self { device, features: 0, memory: None, mappings: Vec::new(), rings }
+        let notifier = Arc::default();
+        Self { device, features: 0, memory: None, mappings: Vec::new(), rings, notifier }
     }
 
     fn ring(&mut self, index: u32) -> Result<&mut Ring> {
@@ -191,8 +198,21 @@ impl Session {
         make(&record)
     }
 
+    /// A notifier that signals `fault` when the device gives up, and not when it has merely changed.
+    fn notifier(&self, fault: Option<Event>) -> Notifier {
+        let told = self.notifier.clone();
+        let raise = move || {
+            let gives_up = lock(&told).as_ref().is_some_and(Notifier::wants_reset);
+            fault.iter().filter(|_| gives_up).for_each(Event::signal);
+        };
+        let notifier = Notifier::new(Interrupt::from_fn(raise));
+        *lock(&self.notifier) = Some(notifier.clone());
+        notifier
+    }
+
     /// Stops the device, and remembers where its rings are.
     fn stop(&mut self) {
+        *lock(&self.notifier) = None;
         for queue in self.device.stop() {
             let record = queue.record();
             if let Some(ring) = self.rings.get_mut(usize::from(record.index)) {
@@ -201,20 +221,27 @@ impl Session {
         }
     }
 
-    /// Starts it with all rings that are ready.
+    /// Starts it with all rings that are ready, if there are any.
     fn start(&mut self) -> Result<()> {
         self.stop();
+        let ready = |ring: &&Ring| ring.enabled == Some(true) && ring.kick.is_some();
+        if !self.rings.iter().any(|ring| ready(&ring)) {
+            return Ok(());
+        }
         let memory = self.memory.clone().ok_or(Error::InvalidParam)?;
-        let ready = |ring: &&Ring| ring.enabled && ring.kick.is_some();
         let ready = (0..).zip(&self.rings).filter(|(_, ring)| ready(ring));
         let queues: Result<Vec<_>> =
             ready.clone().map(|(index, ring)| self.queue(index, ring, &memory)).collect();
         let fault = ready.clone().find_map(|(_, ring)| ring.fault.clone());
-        let fault = fault.map_or(Interrupt::none(), Interrupt::from_event);
         let features = self.features;
-        let notifier = Notifier::new(fault);
+        let notifier = self.notifier(fault);
         let activation = Activation { memory, queues: queues?, features, notifier };
-        self.device.start(activation).map_err(|_| Error::BackendInternalError)
+        let partly = self.rings.iter().any(|ring| ring.enabled == Some(false));
+        match self.device.start(activation) {
+            // It can do nothing with these alone.
+            Err(StartError::MissingQueue(_)) if partly => Ok(()),
+            started => started.map_err(|_| Error::BackendInternalError),
+        }
     }
 }
 
@@ -294,12 +321,13 @@ impl VhostUserBackendReqHandlerMut for Session {
     fn get_vring_base(&mut self, index: u32) -> Result<VhostUserVringState> {
         self.stop();
         let ring = self.ring(index)?;
-        ring.kick = None;
+        (ring.kick, ring.enabled) = (None, None);
         Ok(VhostUserVringState::new(index, u32::from(ring.base)))
     }
 
     fn set_vring_kick(&mut self, index: u8, fd: Option<File>) -> Result<()> {
-        self.ring(index.into())?.kick = event(fd);
+        let ring = self.ring(index.into())?;
+        (ring.kick, ring.enabled) = (event(fd), None);
         Ok(())
     }
 
@@ -326,10 +354,10 @@ impl VhostUserBackendReqHandlerMut for Session {
     }
 
     fn set_vring_enable(&mut self, index: u32, enable: bool) -> Result<()> {
-        self.ring(index)?.enabled = enable;
-        let starts = |ring: &Ring| ring.kick.is_some() && !ring.enabled;
+        self.ring(index)?.enabled = Some(enable);
+        let undecided = |ring: &Ring| ring.kick.is_some() && ring.enabled.is_none();
         // The last of those that were set up.
-        if enable && !self.rings.iter().any(starts) { self.start() } else { Ok(()) }
+        if self.rings.iter().any(undecided) { Ok(()) } else { self.start() }
     }
 
     fn get_config(&mut self, offset: u32, size: u32, _: VhostUserConfigFlags) -> Result<Vec<u8>> {

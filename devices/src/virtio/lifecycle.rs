@@ -106,6 +106,11 @@ impl Lifecycle {
         &self.identity
     }
 
+    /// See [`VirtioDevice::writes_are_logged`].
+    pub fn writes_are_logged(&self) -> bool {
+        self.device.writes_are_logged()
+    }
+
     /// Where to read what the device counts, if it counts.
     pub fn meter(&self) -> Option<Meter> {
         self.device.meter()

@@ -20,6 +20,7 @@ pub mod balloon;
 pub mod block;
 pub mod chain;
 pub mod console;
+pub mod fs;
 pub mod lifecycle;
 pub mod mmio;
 pub mod net;
@@ -221,6 +222,13 @@ pub trait VirtioDevice: Stateful + Send {
     /// do less. Constant like its identity.
     fn ring_features(&self) -> u64 {
         feature::COMMON
+    }
+
+    /// Whether guest memory that the device writes is marked in the dirty bitmap of
+    /// [`Memory`]. False where somebody else does the work, in whose writes neither we nor KVM have a
+    /// part: what has changed since some moment is not known then. Constant like its identity.
+    fn writes_are_logged(&self) -> bool {
+        true
     }
 
     /// Where to read what the device has counted, if it counts. All clones see the same counts,

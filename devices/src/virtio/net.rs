@@ -11,6 +11,9 @@
 //! Frames go straight between guest memory and the kernel, with the header in between checked in
 //! both directions. What guest, host and operator can change while the card works is in `Shared`.
 //!
+//! That is the way of a card on a TAP. The pairs may also be the kernel's (`kernel`, vhost-net) or those
+//! of another process ([`super::vhost`], vhost-user); the rest stays as it is.
+//!
 //! In the folder: `config` and `tap` for the host's side, `header` and `control` for the guest's
 //! words, `buffers`, `receive` and `transmit` for what moves, `pair` for when it moves.
 
@@ -19,9 +22,12 @@ pub mod config;
 mod control;
 pub mod handle;
 pub mod header;
+mod kernel;
 mod metrics;
 mod pair;
+mod path;
 mod receive;
+mod state;
 pub mod tap;
 #[cfg(test)]
 mod tests;
@@ -30,21 +36,23 @@ mod vectors;
 
 use std::sync::Arc;
 
-use serde::{Deserialize, Serialize};
-
 pub use self::config::{
-    MAX_QUEUE_PAIRS, MIN_MTU, MacAddress, MacError, NetConfig, NetOption, NetOptionError, TapSource,
+    MAX_QUEUE_PAIRS, MIN_MTU, MacAddress, MacError, NetConfig, NetOption, NetOptionError, NetSource,
 };
 use self::control::Control;
 use self::handle::Shared;
 pub use self::handle::{NetCounters, NetHandle};
-use self::pair::Pair;
+use self::kernel::Kernel;
+pub use self::kernel::KernelError;
+pub use self::path::DataPath;
+use self::path::{Mover, Path};
+pub use self::state::NetState;
 pub use self::tap::{Offloads, Tap, TapError};
 use super::queue::ActiveQueue;
+use super::vhost::user::{Backend, Needs, VhostUserConfig, VhostUserError};
 use super::{Activation, DeviceType, Identity, StartError, VirtioDevice};
 use crate::executor::{ExecutorHandle, Running};
 use crate::metrics::Meter;
-use crate::snapshot::{RestoreError, SaveError, Schema, Snapshot};
 
 // --- configuration -----------------------------------------------------------------------------
 
@@ -91,6 +99,8 @@ pub mod feature {
 
     /// All that a guest can take.
     pub const GUEST_OFFLOADS: u64 = GUEST_CSUM | GUEST_TSO4 | GUEST_TSO6 | GUEST_ECN | GUEST_UFO;
+    /// The same, and all that a host can take.
+    pub const OFFLOADS: u64 = GUEST_OFFLOADS | CSUM | HOST_TSO4 | HOST_TSO6 | HOST_ECN | HOST_UFO;
 }
 
 /// Two queues per pair and the control queue, all of one size: which of them is the control queue
@@ -127,6 +137,22 @@ pub enum NetError {
         /// The reason.
         source: std::io::Error,
     },
+    /// The kernel cannot move its frames.
+    #[error("network card {id}: {source}")]
+    Kernel {
+        /// The card.
+        id: String,
+        /// The reason.
+        source: KernelError,
+    },
+    /// The backend cannot.
+    #[error("network card {id} cannot use its vhost-user backend: {source}")]
+    Backend {
+        /// The card.
+        id: String,
+        /// The reason.
+        source: VhostUserError,
+    },
 }
 
 // --- device ------------------------------------------------------------------------------------
@@ -134,6 +160,8 @@ pub enum NetError {
 /// The device as the transport holds it.
 pub struct Net {
     executors: Vec<ExecutorHandle>,
+    path: Path,
+    pairs: u16,
     shared: Arc<Shared>,
     mac: MacAddress,
     mtu: Option<u16>,
@@ -146,7 +174,7 @@ pub struct Net {
 
 /// Where the queues are while the device is live.
 struct Workers {
-    pairs: Vec<Running<Pair>>,
+    pairs: Vec<Mover>,
     control: Option<Running<Control>>,
     /// Queues that have no use with these features.
     idle: Vec<ActiveQueue>,
@@ -169,10 +197,69 @@ impl Net {
         taps: Vec<Tap>,
         config: NetConfig,
     ) -> Result<Self, NetError> {
+        let pairs = taps.len();
+        Self::on(Path::Own, executors, (taps, pairs), config)
+    }
+
+    /// The same with the kernel in our place, between guest memory and the TAP. It is not limited in
+    /// what it moves: rate limits of `config` are without effect.
+    pub fn with_kernel(
+        executor: ExecutorHandle,
+        taps: Vec<Tap>,
+        config: NetConfig,
+    ) -> Result<Self, NetError> {
+        let kernels: Result<Vec<_>, _> =
+            taps.iter().map(|_| Kernel::open().map(Arc::new)).collect();
+        let refused = |source| NetError::Kernel { id: config.id.as_str().to_owned(), source };
+        let (kernels, pairs) = (kernels.map_err(refused)?, taps.len());
+        Self::on(Path::Kernel(kernels), vec![executor], (taps, pairs), config)
+    }
+
+    /// A card without a TAP, with a backend at a socket in our place. Waits for its answers.
+    pub fn with_backend(
+        executor: ExecutorHandle,
+        options: VhostUserConfig,
+        config: NetConfig,
+    ) -> Result<Self, NetError> {
+        let (id, pairs) = (config.id.as_str().to_owned(), options.queues);
+        let needs =
+            Needs { features: 0, config_len: 0, queues_at: None, queues: pairs, drains: false };
+        let backend = Backend::connect("network card", options, needs, 2 * pairs)
+            .map_err(|source| NetError::Backend { id, source })?;
+        let (path, pairs) = (Path::Backend(Box::new(backend)), usize::from(pairs));
+        let mut card = Self::on(path, vec![executor], (Vec::new(), pairs), config)?;
+        card.follow_backend();
+        Ok(card)
+    }
+
+    /// Links what can change with the backend.
+    fn follow_backend(&mut self) {
+        let (Path::Backend(backend), Some(shared)) =
+            (&mut self.path, Arc::get_mut(&mut self.shared))
+        else {
+            return;
+        };
+        shared.set_switch(backend.switch());
+        let shared = Arc::downgrade(&self.shared);
+        backend.on_loss(Arc::new(move || {
+            if let Some(shared) = shared.upgrade() {
+                shared.backend_is_gone();
+            }
+        }));
+    }
+
+    fn on(
+        path: Path,
+        executors: Vec<ExecutorHandle>,
+        (taps, pairs): (Vec<Tap>, usize),
+        config: NetConfig,
+    ) -> Result<Self, NetError> {
         let id = config.id.as_str().to_owned();
-        if executors.is_empty() || !(1..=usize::from(MAX_QUEUE_PAIRS)).contains(&taps.len()) {
-            return Err(NetError::Queues { id, queues: taps.len() });
+        if executors.is_empty() || !(1..=usize::from(MAX_QUEUE_PAIRS)).contains(&pairs) {
+            return Err(NetError::Queues { id, queues: pairs });
         }
+        // At most 8, as was just checked.
+        let pairs = u16::try_from(pairs).unwrap_or(MAX_QUEUE_PAIRS);
         if let Some(mtu) = config.mtu.filter(|&mtu| mtu < MIN_MTU) {
             return Err(NetError::Mtu { id, mtu });
         }
@@ -183,6 +270,8 @@ impl Net {
         let told = shared.status();
         Ok(Self {
             executors,
+            path,
+            pairs,
             shared: Arc::new(shared),
             mac,
             mtu: config.mtu,
@@ -197,26 +286,33 @@ impl Net {
         NetHandle::new(self.shared.clone())
     }
 
+    /// By what way its frames go.
+    pub fn data_path(&self) -> DataPath {
+        self.path.name()
+    }
+
     /// Queue pairs that the device has.
     fn max_pairs(&self) -> u16 {
-        // At most 8, which was checked when it was made.
-        u16::try_from(self.shared.taps.len()).unwrap_or(MAX_QUEUE_PAIRS)
+        self.pairs
     }
 
     fn features(&self) -> u64 {
         let always = feature::MAC
-            | feature::MRG_RXBUF
             | feature::STATUS
             | feature::CTRL_VQ
             | feature::CTRL_MAC_ADDR
             | feature::GUEST_ANNOUNCE;
         let mtu = if self.mtu.is_some() { feature::MTU } else { 0 };
         let pairs = if self.max_pairs() > 1 { feature::MQ } else { 0 };
-        always | mtu | pairs | self.offload_features()
+        let merges = if self.path.merges() { feature::MRG_RXBUF } else { 0 };
+        always | mtu | pairs | merges | self.offload_features()
     }
 
-    /// The features that all of the interface's queues can do.
+    /// The features that all of the interface's queues can do, or the backend.
     fn offload_features(&self) -> u64 {
+        if self.shared.taps.is_empty() {
+            return self.path.backend_offloads();
+        }
         let can = |offload| self.shared.taps.iter().all(|tap| tap.offloads().has(offload));
         let both = [
             (Offloads::CSUM, feature::CSUM | feature::GUEST_CSUM | feature::CTRL_GUEST_OFFLOADS),
@@ -252,6 +348,8 @@ impl Net {
         let multi = activation.has(feature::MQ | feature::CTRL_VQ);
         let possible = if multi { self.max_pairs() } else { 1 };
         let mut workers = Workers { pairs: Vec::new(), control: None, idle: Vec::new() };
+        let is_ours = self.path.name() != DataPath::Backend;
+        let (mut usable, mut handed) = (0, Vec::new());
         for index in 0..possible {
             let ready = |number| activation.queues.iter().any(|queue| queue.index().0 == number);
             let (rx, tx) = (2 * index, 2 * index + 1);
@@ -259,17 +357,17 @@ impl Net {
             if index > 0 && !(ready(rx) && ready(tx)) {
                 break;
             }
-            let (rx, tx) = (activation.take_queue(rx)?, activation.take_queue(tx)?);
-            let pair = Pair::new(usize::from(index), rx, tx, &activation, self.shared.clone())?;
-            let executor = self.executors.iter().cycle().nth(usize::from(index));
-            let executor = executor.or(self.executors.first()).ok_or_else(no_executor)?;
-            let running = executor.run(pair).map_err(|no| StartError::Executor(no.error))?;
-            workers.pairs.push(running);
+            let queues = [activation.take_queue(rx)?, activation.take_queue(tx)?];
+            match is_ours {
+                true => workers.pairs.push(self.run_pair(index, queues, &activation)?),
+                false => handed.extend(queues),
+            }
+            usable += 1;
         }
+        self.run_backend(handed, &activation)?;
         if activation.has(feature::CTRL_VQ)
             && let Ok(queue) = activation.take_queue(2 * possible)
         {
-            let usable = workers.pairs.len() as u16;
             let notifier = activation.notifier.clone();
             let control = Control::new(queue, usable, notifier, self.shared.clone());
             let executor = self.executors.first().ok_or_else(no_executor)?;
@@ -296,8 +394,16 @@ impl VirtioDevice for Net {
         }
     }
 
+    fn ring_features(&self) -> u64 {
+        self.path.ring_features()
+    }
+
+    fn writes_are_logged(&self) -> bool {
+        self.path.name() == DataPath::Tap
+    }
+
     fn meter(&self) -> Option<Meter> {
-        Some(Arc::new(self.handle()))
+        Some(Arc::new(self.counts()))
     }
 
     fn read_config(&self, offset: u64, data: &mut [u8]) {
@@ -332,7 +438,10 @@ impl VirtioDevice for Net {
             queues.push(control.into_queue());
         }
         for pair in workers.pairs {
-            queues.extend(pair.stop().map(Pair::into_queues).into_iter().flatten());
+            queues.extend(pair.stop().into_iter().flatten());
+        }
+        if let Path::Backend(backend) = &mut self.path {
+            queues.extend(backend.stop());
         }
         queues.sort_by_key(ActiveQueue::index);
         queues
@@ -342,91 +451,5 @@ impl VirtioDevice for Net {
         self.chosen_offloads = None;
         self.shared.reset(self.mac);
         self.told = self.shared.status();
-    }
-}
-
-// --- state -------------------------------------------------------------------------------------
-
-/// The saved form of the card.
-#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
-pub struct NetState {
-    /// The address that the guest knows.
-    mac: [u8; 6],
-    /// The MTU that it was told.
-    mtu: Option<u16>,
-    /// Queue pairs that there are.
-    max_pairs: u16,
-    /// Queue pairs in use.
-    pairs: u16,
-    /// What it has chosen of its offloads.
-    offloads: Option<u64>,
-    /// The status that it was last told.
-    status: u16,
-    /// It has been asked to announce itself and has not done so.
-    announce: bool,
-}
-
-impl Schema for NetState {
-    const KIND: &'static str = "virtio-net";
-    const VERSION: u32 = 1;
-}
-
-impl Net {
-    fn check(&self, state: &NetState) -> Result<MacAddress, RestoreError> {
-        let invalid = |field, value: String| {
-            Err(RestoreError::Invalid { kind: NetState::KIND, field, value })
-        };
-        let Ok(mac) = MacAddress::new(state.mac) else {
-            return invalid("mac", format!("{:02x?}", state.mac));
-        };
-        let pairs = self.max_pairs();
-        if state.max_pairs != pairs {
-            return invalid("max_pairs", format!("{}, the card has {pairs}", state.max_pairs));
-        }
-        if !(1..=pairs).contains(&state.pairs) {
-            return invalid("pairs", state.pairs.to_string());
-        }
-        if state.mtu != self.mtu {
-            return invalid("mtu", format!("{:?}, the card has {:?}", state.mtu, self.mtu));
-        }
-        if state.offloads.is_some_and(|offloads| offloads & !feature::GUEST_OFFLOADS != 0) {
-            return invalid("offloads", format!("{:#x}", state.offloads.unwrap_or(0)));
-        }
-        if state.status & !(handle::status::LINK_UP | handle::status::ANNOUNCE) != 0 {
-            return invalid("status", state.status.to_string());
-        }
-        Ok(mac)
-    }
-}
-
-impl Snapshot for Net {
-    type State = NetState;
-
-    fn save(&self) -> Result<NetState, SaveError> {
-        if self.workers.is_some() {
-            return Err(SaveError::Running("virtio-net"));
-        }
-        Ok(NetState {
-            mac: self.shared.mac(),
-            mtu: self.mtu,
-            max_pairs: self.max_pairs(),
-            pairs: self.shared.pairs(),
-            offloads: self.chosen_offloads,
-            status: self.told,
-            announce: self.shared.announce_wanted(),
-        })
-    }
-
-    /// The link is as the operator of this process wants it, whatever it was; the guest is told
-    /// when it goes on.
-    fn restore(&mut self, state: NetState) -> Result<(), RestoreError> {
-        let mac = self.check(&state)?;
-        if self.workers.is_some() {
-            return Err(RestoreError::Running("virtio-net"));
-        }
-        self.shared.restore(mac, state.pairs, state.announce);
-        self.chosen_offloads = state.offloads;
-        self.told = state.status;
-        Ok(())
     }
 }

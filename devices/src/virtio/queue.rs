@@ -300,6 +300,12 @@ impl ActiveQueue {
         Ok(index.0)
     }
 
+    /// The index of the available ring, for the same purpose: how far the driver is.
+    pub fn avail_index(&self) -> Result<u16, QueueFault> {
+        let index = self.queue.avail_idx(&self.memory, Ordering::Acquire).map_err(self.rings())?;
+        Ok(index.0)
+    }
+
     /// Takes the queue over from somebody else who worked on it: what was completed stands in guest
     /// memory, `next_avail` is the next chain to take. `None`, if that is not known: the first that
     /// was not completed, provided that it was done in order.

@@ -4,7 +4,7 @@ use std::io::{self, Write};
 use std::path::{Path, PathBuf};
 use std::time::{Duration, Instant};
 
-use clap::{Args, ValueEnum};
+use clap::{Args, Subcommand, ValueEnum};
 use devices::virtio::net::NetOption;
 use guest_protocol::HybridSocket;
 use nix::sys::signal::Signal;
@@ -194,6 +194,25 @@ pub fn plain(target: &Target, asked: &Request) -> anyhow::Result<u8> {
 pub fn info(target: &Target) -> anyhow::Result<u8> {
     println!("{}", serde_json::to_string_pretty(&info_of(&target.api_socket)?)?);
     Ok(0)
+}
+
+/// What can be done with the shares of a VM.
+#[derive(Subcommand, Clone, Debug)]
+pub enum FsCommand {
+    /// Tell what the guest has of its shares, as JSON: nodes that it knows, handles that are open,
+    /// tombstones of what is gone; and after a restore, what was restored and what is stale, with paths
+    /// and reasons
+    Report(Target),
+}
+
+/// Carries it out.
+pub fn fs(command: &FsCommand) -> anyhow::Result<u8> {
+    let FsCommand::Report(target) = command;
+    match request(&target.api_socket, &Request::Shares {})? {
+        Reply::Shares { shares } => print(&format!("{}\n", serde_json::to_string_pretty(&shares)?)),
+        Reply::Error { message, .. } => anyhow::bail!("{message}"),
+        other => anyhow::bail!("the VM answered shares with {other:?}"),
+    }
 }
 
 /// Options of `metrics`.

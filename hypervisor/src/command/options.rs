@@ -7,8 +7,8 @@ use clap::{Args, ValueEnum};
 use devices::virtio::net::NetOption;
 
 use crate::config::{
-    BootProtocol, ConfigError, Console, DiskConfig, MemorySize, PmemConfig, TransportKind,
-    VmConfig, default_artifact,
+    BootProtocol, ConfigError, Console, DiskConfig, MemorySize, PmemConfig, ShareConfig,
+    TransportKind, VmConfig, default_artifact,
 };
 
 /// What a VM is made of; shared by `run` and `start`.
@@ -48,9 +48,27 @@ pub struct VmOptions {
     #[arg(long, value_name = "path=FILE[,id=NAME][,ro]")]
     pub pmem: Vec<String>,
 
-    /// Attach a network card to a TAP: tap=NAME or fd=N, then [,mac=M][,mtu=N][,queues=N][,id=NAME]
+    /// Attach a network card to a TAP: tap=NAME or fd=N, then [,mac=M][,mtu=N][,queues=N][,id=NAME].
+    /// Also rx_bytes=RATE, rx_frames=RATE, tx_bytes=RATE and tx_frames=RATE, with a RATE such as 10M/s;
+    /// or vhost=on, with which the host's kernel moves the frames (/dev/vhost-net), without limits.
+    /// vhost-user=SOCKET in the place of tap=: another process moves them, such as a software switch,
+    /// and gets access to all of guest memory
     #[arg(long, value_name = "tap=NAME[,mac=…]")]
     pub net: Vec<String>,
+
+    /// Share a directory of the host, which the guest mounts with `mount -t virtiofs TAG DIR`: tag=TAG,
+    /// path=DIR, then [,ro][,cache=none|auto|always][,writeback][,xattr][,acl][,id=NAME]; may be
+    /// repeated. It is served by a jailed process of its own, and survives snapshots
+    #[arg(long = "fs", value_name = "tag=TAG,path=DIR[,ro][,…]")]
+    pub fs: Vec<String>,
+
+    /// The file server of shares [default: cube-fsd beside this program]
+    #[arg(long, value_name = "FILE", env = "CUBE_FSD")]
+    pub fsd: Option<PathBuf>,
+
+    /// Refuse shares that are not within this directory; may be repeated
+    #[arg(long, value_name = "DIR")]
+    pub fs_allow: Vec<PathBuf>,
 
     /// Do without the balloon, through which memory that the guest has freed goes back to the host
     #[arg(long)]
@@ -125,6 +143,8 @@ impl VmOptions {
         let pmem = pmem.collect::<Result<_, _>>()?;
         let net = self.net.iter().map(|text| text.parse::<NetOption>());
         let net = net.collect::<Result<_, _>>()?;
+        let fs = self.fs.iter().map(|text| text.parse::<ShareConfig>());
+        let fs = fs.collect::<Result<_, _>>()?;
         let found = |given: &Option<PathBuf>, name: &str| match given {
             Some(path) => Ok(path.clone()),
             None => {
@@ -147,6 +167,9 @@ impl VmOptions {
             disks,
             pmem,
             net,
+            fs,
+            fsd: self.fsd.clone(),
+            fs_allow: self.fs_allow.clone(),
             balloon: !self.no_balloon,
             vsock: None,
             console: match self.console {

@@ -3,13 +3,15 @@
 use std::os::fd::RawFd;
 use std::path::PathBuf;
 
-use devices::virtio::net::TapSource;
+use devices::virtio::fs::Policy;
+use devices::virtio::net::NetSource;
 
-use crate::config::{Console, VmConfig};
+use crate::config::{self, Console, VmConfig};
 use crate::console::ConsoleSink;
 
 /// All the forms there are.
-const FORMS: &str = "disk:ID=FILE, pmem:ID=FILE, net:ID=tap:NAME, net:ID=fd:N[:N…], vsock=PATH or \
+const FORMS: &str = "disk:ID=FILE, pmem:ID=FILE, net:ID=tap:NAME, net:ID=fd:N[:N…], \
+                     fs:ID=path=DIR,policy=strict|tolerant|remap (either part), vsock=PATH or \
                      console=off|stderr|file:PATH";
 
 /// Why an override is refused.
@@ -50,7 +52,8 @@ pub enum OverrideError {
 enum Override {
     Disk { id: String, path: PathBuf },
     Pmem { id: String, path: PathBuf },
-    Net { id: String, source: TapSource },
+    Net { id: String, source: NetSource },
+    Fs { id: String, path: Option<PathBuf>, policy: Option<Policy> },
     Vsock(PathBuf),
     Console(ConsoleSink),
 }
@@ -89,6 +92,7 @@ impl Override {
             ("disk", false) => Some(Self::Disk { id, path }),
             ("pmem", false) => Some(Self::Pmem { id, path }),
             ("net", false) => Some(Self::Net { id, source: tap_source(value)? }),
+            ("fs", false) => share(id, value),
             ("vsock", true) => Some(Self::Vsock(path)),
             ("console", true) => Some(Self::Console(match value {
                 "off" => ConsoleSink::Nowhere,
@@ -104,6 +108,7 @@ impl Override {
             Self::Disk { id, .. } => format!("disk:{id}"),
             Self::Pmem { id, .. } => format!("pmem:{id}"),
             Self::Net { id, .. } => format!("net:{id}"),
+            Self::Fs { id, .. } => format!("fs:{id}"),
             Self::Vsock(_) => "vsock".to_owned(),
             Self::Console(_) => "console".to_owned(),
         }
@@ -152,6 +157,16 @@ impl Override {
                 }
                 ("net", id)
             }
+            Self::Fs { id, path, policy } => {
+                let Some(share) = config.fs.iter_mut().find(|share| share.id == id) else {
+                    return Err(not_there("fs", id, config));
+                };
+                share.policy = policy.unwrap_or(share.policy);
+                // A policy alone names no directory, and so consents to none.
+                let Some(path) = path else { return Ok(()) };
+                share.path = path;
+                ("fs", id)
+            }
         };
         tracing::debug!(kind, id, "overridden");
         overridden.ids.push(id);
@@ -159,13 +174,26 @@ impl Override {
     }
 }
 
-fn tap_source(value: &str) -> Option<TapSource> {
+/// `path=DIR` and `policy=POLICY`, one of them or both.
+fn share(id: String, text: &str) -> Option<Override> {
+    let (mut path, mut policy) = (None, None);
+    for option in text.split(',') {
+        match option.split_once('=')? {
+            ("path", value) if !value.is_empty() && path.is_none() => path = Some(value.into()),
+            ("policy", value) if policy.is_none() => policy = Some(config::policy(value).ok()?),
+            _ => return None,
+        }
+    }
+    Some(Override::Fs { id, path, policy })
+}
+
+fn tap_source(value: &str) -> Option<NetSource> {
     let (kind, what) = value.split_once(':').filter(|(_, what)| !what.is_empty())?;
     match kind {
-        "tap" => Some(TapSource::Tap(what.to_owned())),
+        "tap" => Some(NetSource::Tap(what.to_owned())),
         "fd" => {
             let fds: Result<Vec<RawFd>, _> = what.split(':').map(str::parse).collect();
-            Some(TapSource::Fd(fds.ok().filter(|fds| fds.iter().all(|&fd| fd >= 0))?))
+            Some(NetSource::Fd(fds.ok().filter(|fds| fds.iter().all(|&fd| fd >= 0))?))
         }
         _ => None,
     }
@@ -175,7 +203,8 @@ fn not_there(kind: &'static str, id: String, config: &VmConfig) -> OverrideError
     let disks: Vec<_> = config.all_disks().into_iter().map(|disk| disk.id).collect();
     let pmem: Vec<_> = config.all_pmem().into_iter().map(|pmem| pmem.id).collect();
     let net: Vec<_> = config.all_net().into_iter().map(|card| card.id).collect();
-    let kinds = [("disk", disks), ("pmem", pmem), ("net", net)];
+    let fs: Vec<_> = config.all_fs().into_iter().map(|share| share.id).collect();
+    let kinds = [("disk", disks), ("pmem", pmem), ("net", net), ("fs", fs)];
     if let Some((is, _)) = kinds.iter().find(|(is, ids)| *is != kind && ids.contains(&id)) {
         return OverrideError::Kind { given: kind, id, is };
     }
@@ -196,6 +225,7 @@ mod tests {
             "disks": [{"path": "/a", "id": "data"}], "pmem": [{"path": "/p", "id": "pmem0"}]}"#;
         let mut config: VmConfig = serde_json::from_str(config).unwrap();
         config.net = vec!["fd=9,id=net0".parse().unwrap()];
+        config.fs = vec!["tag=t,path=/s,id=work".parse().unwrap()];
         config
     }
 
@@ -214,12 +244,27 @@ mod tests {
         assert_eq!(config.disks[0].path, PathBuf::from("/b"));
         assert_eq!(config.rootfs, Some("/r2".into()));
         assert_eq!(config.pmem[0].path, PathBuf::from("/q"));
-        assert_eq!(config.net[0].source, TapSource::Tap("t1".to_owned()));
+        assert_eq!(config.net[0].source, NetSource::Tap("t1".to_owned()));
         assert_eq!(config.vsock, Some("/w".into()));
         assert_eq!(overridden.ids, ["data", "rootfs", "pmem0", "net0"]);
         assert_eq!(overridden.console, Some(ConsoleSink::File("/tmp/log".into())));
         let (config, _) = applied(&["net:net0=fd:3:4"]).unwrap();
-        assert_eq!(config.net[0].source, TapSource::Fd(vec![3, 4]));
+        assert_eq!(config.net[0].source, NetSource::Fd(vec![3, 4]));
+    }
+
+    #[test]
+    fn shares_get_another_directory_a_policy_or_both() {
+        let share = |texts: &[&str]| {
+            applied(texts).map(|(config, changed)| (config.fs[0].clone(), changed))
+        };
+        let (both, changed) = share(&["fs:work=policy=remap,path=/b"]).unwrap();
+        assert_eq!((both.path, both.policy), (PathBuf::from("/b"), Policy::Remap));
+        assert_eq!(changed.ids, ["work"]);
+        let (strict, changed) = share(&["fs:work=policy=strict"]).unwrap();
+        assert_eq!((strict.path, strict.policy), (PathBuf::from("/s"), Policy::Strict));
+        assert!(changed.ids.is_empty(), "a policy is no consent to a directory");
+        let unknown = share(&["fs:other=path=/b"]).unwrap_err().to_string();
+        assert!(unknown.contains("no fs device called \"other\"; it has work"), "{unknown}");
     }
 
     #[test]
@@ -237,6 +282,10 @@ mod tests {
             "net:net0=fd:-1",
             "net:net0=tap:",
             "console=loud",
+            "fs:work=/b",
+            "fs:work=path=",
+            "fs:work=policy=lax",
+            "fs=path=/b",
         ] {
             let error = applied(&[text]).unwrap_err();
             assert_eq!(error, OverrideError::Form(text.to_owned()));

@@ -4,7 +4,7 @@ use std::path::PathBuf;
 use std::time::Duration;
 
 use clap::{Args, ValueEnum};
-use devices::virtio::net::TapSource;
+use devices::virtio::net::NetSource;
 
 use super::background::{Background, Role};
 use super::overrides::{self, Overridden};
@@ -60,10 +60,18 @@ pub struct RestoreOptions {
     pub uffd_socket: Option<PathBuf>,
 
     /// Give a device something else than it had: disk:ID=FILE, pmem:ID=FILE, net:ID=tap:NAME,
-    /// net:ID=fd:N[:N…], vsock=PATH or console=off|stderr|file:PATH; may be repeated. A rootfs is
-    /// disk:rootfs. vsock is the api socket's path with .vsock added otherwise
+    /// net:ID=fd:N[:N…], fs:ID=path=DIR,policy=strict|tolerant|remap (either part), vsock=PATH or
+    /// console=off|stderr|file:PATH; may be repeated. A rootfs is disk:rootfs. vsock is the api socket's path with .vsock added otherwise
     #[arg(long = "override", value_name = "KIND:ID=…")]
     pub overrides: Vec<String>,
+
+    /// The file server of shares [default: cube-fsd beside this program]
+    #[arg(long, value_name = "FILE", env = "CUBE_FSD")]
+    pub fsd: Option<PathBuf>,
+
+    /// Refuse shares that are not within this directory, whatever the snapshot says; may be repeated
+    #[arg(long, value_name = "DIR")]
+    pub fs_allow: Vec<PathBuf>,
 
     /// Folder for the VM's own disks, disk-ID each, which stay when it ends; without it they have no
     /// names, and are gone with it
@@ -118,12 +126,18 @@ A folder may name any file of this host, and its guest would read it. So files a
 outside of the folder are opened only if you name them yourself (--override), or trust whoever made the
 folder (--trust-paths).
 
+Shares (--fs) go on with all that the guest has open in them. Files that have changed meanwhile are
+stale (ESTALE) to whoever had them open, and are found anew by their paths; policy=strict refuses the
+restore instead. policy=remap puts another directory in the place of the share: all that was open in the
+old one is stale. cube-vmm fs report tells what has become of what.
+
 A page fault handler (--uffd-socket) gets one line of JSON with the regions of guest memory, and with
 it two descriptors: the userfaultfd, and the file with the content. It answers \"ready\" and a newline
 within 10 s, and serves faults as long as it keeps the connection. Ranges that the guest gives back
 are told as removed, and are zeros from then on. Without it the VM ends, with exit code 118.
 
 Examples:
+  cube-vmm restore base --api-socket S --resume --override fs:fs0=path=/other,policy=remap
   cube-vmm restore base --api-socket S --resume --disk-dir /var/lib/vm/one
   cp --reflink=auto data.img two.img
   cube-vmm restore base --api-socket T --resume --wait-ready --override disk:data=two.img \\
@@ -155,8 +169,10 @@ fn overridden(options: &RestoreOptions, saved: &Saved) -> anyhow::Result<(VmConf
     let mut config = saved.manifest.config.clone();
     host_files::resolve(&mut config, &options.dir);
     config.vsock = Some(beside(&options.api_socket));
+    config.fsd.clone_from(&options.fsd);
+    config.fs_allow.clone_from(&options.fs_allow);
     let changes = overrides::apply(&options.overrides, &mut config)?;
-    let inherited = |source: &TapSource| matches!(source, TapSource::Fd(_));
+    let inherited = |source: &NetSource| matches!(source, NetSource::Fd(_));
     let gone = |id: &String| !changes.ids.contains(id);
     if let Some(card) = config.net.iter().find(|card| inherited(&card.source) && gone(&card.id)) {
         anyhow::bail!(
@@ -278,7 +294,7 @@ mod tests {
         let error = overridden(&options(&["--trust-paths"]), &saved).unwrap_err().to_string();
         assert!(error.contains("--override net:net0=tap:NAME"), "{error}");
         let (config, _) = overridden(&options(&["--override", "net:net0=fd:5"]), &saved).unwrap();
-        assert_eq!(config.net[0].source, TapSource::Fd(vec![5]));
+        assert_eq!(config.net[0].source, NetSource::Fd(vec![5]));
     }
 
     #[test]

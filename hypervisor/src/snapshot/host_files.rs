@@ -10,7 +10,7 @@ use std::io::{self, Seek, SeekFrom};
 use std::os::unix::fs::{FileTypeExt, MetadataExt, OpenOptionsExt};
 use std::path::{Component, Path, PathBuf};
 
-use devices::virtio::net::TapSource;
+use devices::virtio::net::NetSource;
 use serde::{Deserialize, Serialize};
 
 use super::manifest::{Manifest, SavedDisk};
@@ -142,10 +142,16 @@ fn untrusted(config: &VmConfig, dir: &Path, consent: &Consent) -> Vec<String> {
     let files = files(config).into_iter().filter(|(_, path)| !is_inside(path, dir));
     let files = files.map(|(id, path)| (format!("{id:?} is {}", path.display()), id));
     let taps = config.all_net().into_iter().filter_map(|card| match card.source {
-        TapSource::Tap(name) => Some((format!("{:?} is the interface {name:?}", card.id), card.id)),
-        TapSource::Fd(_) => None,
+        NetSource::Tap(name) => Some((format!("{:?} is the interface {name:?}", card.id), card.id)),
+        NetSource::VhostUser(socket) => {
+            Some((format!("{:?} is served at {}", card.id, socket.display()), card.id))
+        }
+        NetSource::Fd(_) => None,
     });
-    let unknown = files.chain(taps).filter(|(_, id)| !consent.is_given(id));
+    // Never inside: a folder holds no shares.
+    let shares = config.all_fs().into_iter();
+    let shares = shares.map(|one| (format!("{:?} is {}", one.id, one.path.display()), one.id));
+    let unknown = files.chain(taps).chain(shares).filter(|(_, id)| !consent.is_given(id));
     unknown.map(|(what, _)| what).collect()
 }
 

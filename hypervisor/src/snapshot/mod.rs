@@ -58,5 +58,6 @@ pub const PAGES: &str = "pages";
 
 /// Most bytes of a description.
 pub const MAX_MANIFEST: u64 = 1 << 20;
-/// Most bytes of the state: 32 vCPUs with the largest registers there are, and all devices.
-pub const MAX_STATE: u64 = 16 << 20;
+/// Most bytes of the state: 32 vCPUs with the largest registers there are, and all devices; shares with
+/// a million files that the guest knows, and what it has open and removed.
+pub const MAX_STATE: u64 = 64 << 20;

@@ -22,7 +22,7 @@ use super::machine::MachineState;
 use super::manifest::{Manifest, Parent};
 use super::pages::{self, PageSet};
 use super::vcpu::VcpuState;
-use super::{MANIFEST, MEMORY, PAGES, RUNS, STATE, SUMS, checksum, load};
+use super::{MANIFEST, MAX_STATE, MEMORY, PAGES, RUNS, STATE, SUMS, checksum, load};
 use crate::api::{MemoryMethod, SnapshotReport, SnapshotRequest};
 use crate::config::VmConfig;
 use crate::kvm::KvmError;
@@ -67,7 +67,7 @@ pub enum SnapshotError {
     WritablePmem(String),
     /// What another process knows.
     #[error(
-        "a VM with vhost-user disks cannot be saved yet: their backends have state of their own"
+        "a VM with vhost-user devices cannot be saved yet: their backends have state of their own"
     )]
     Shared,
     /// The guest is over.
@@ -87,6 +87,12 @@ pub enum SnapshotError {
     /// No name for it.
     #[error("the host's random number generator failed: {0}")]
     Entropy(#[source] io::Error),
+    /// Nobody would read it again.
+    #[error(
+        "the state of the machine has {0} bytes, and the most is {MAX_STATE}; let the guest drop its caches \
+         of shares, and close files that it has removed"
+    )]
+    TooLarge(usize),
     /// KVM does not tell its state.
     #[error(transparent)]
     Kvm(#[from] KvmError),
@@ -153,6 +159,9 @@ impl Job {
     pub fn freeze(self, vm: &mut Vm, hello: Option<&Hello>) -> Result<Frozen, SnapshotError> {
         let Self { started, id, mut folder, base, disks, track } = self;
         let state = vm.machine_state(hello)?.to_bytes().map_err(device("the machine"))?;
+        if state.len() as u64 > MAX_STATE {
+            return Err(SnapshotError::TooLarge(state.len()));
+        }
         folder.write(STATE, |file| file.write_all(&state))?;
         let mut manifest = Manifest::new(absolute(vm.config()), id, now(), &state);
         // After all that might write to memory.
@@ -269,7 +278,10 @@ impl Vm {
         base: &Base,
     ) -> Result<SavedMemory, SnapshotError> {
         let id = &base.parent.id;
-        let (pages, compared, method) = if let Some(logged) = self.tracking.logged_since(id) {
+        // What vhost-net writes is not in the log; it is in the page map.
+        let complete = self.unlogged_writers().is_empty();
+        let logged = self.tracking.logged_since(id).filter(|_| complete);
+        let (pages, compared, method) = if let Some(logged) = logged {
             (logged.clone(), None, MemoryMethod::Log)
         } else if let Some(mapped) = self.tracking.mapped_since(id, &self.memory) {
             (mapped, None, MemoryMethod::Mapping)
@@ -328,7 +340,8 @@ fn absolute(config: &VmConfig) -> VmConfig {
     let disks = config.disks.iter_mut().map(|disk| &mut disk.path);
     let pmem = config.pmem.iter_mut().map(|pmem| &mut pmem.path);
     let other = [&mut config.rootfs, &mut config.initrd, &mut config.vsock].into_iter().flatten();
-    for path in disks.chain(pmem).chain(other).chain([&mut config.kernel]) {
+    let shares = config.fs.iter_mut().map(|share| &mut share.path);
+    for path in disks.chain(pmem).chain(shares).chain(other).chain([&mut config.kernel]) {
         if let Ok(absolute) = std::path::absolute(&*path) {
             *path = absolute;
         }

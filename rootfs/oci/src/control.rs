@@ -92,14 +92,14 @@ pub fn parse_signal(text: &str) -> Result<i32, Error> {
 pub fn kill(id: &Id, target: &Target<'_>, signal: i32) -> Result<(), Error> {
     let exec = if let Target::Process(exec) = target { Some(*exec) } else { None };
     let state = state::look(id, exec)?;
+    let ends = !matches!(signal, 0 | libc::SIGCHLD | libc::SIGCONT | libc::SIGURG | libc::SIGWINCH);
+    let signal = if state.status == Status::Created && ends { libc::SIGKILL } else { signal };
     if let Target::All = target {
         return kill_all(id, signal);
     }
     let record = exec.map_or(Record::of_container(id), |exec| Record::of_process(id, exec));
     let created: Option<Created> = record.read("created.json")?;
     let created = created.filter(|_| state.status != Status::Stopped).ok_or(Error::Finished)?;
-    let ends = !matches!(signal, 0 | libc::SIGCHLD | libc::SIGCONT | libc::SIGURG | libc::SIGWINCH);
-    let signal = if state.status == Status::Created && ends { libc::SIGKILL } else { signal };
     send(created.process, signal)
 }
 

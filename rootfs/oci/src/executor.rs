@@ -85,7 +85,12 @@ impl LastSteps {
     }
 
     fn tell(&self, failure: &Failure) {
-        let text = serde_json::to_vec(failure).unwrap_or_default();
+        /// Of a message, so that a report is written and read in one piece, whatever is escaped.
+        const MOST: usize = 512;
+
+        let message = failure.message.chars().take(MOST).collect();
+        let text = serde_json::to_vec(&Failure { kind: failure.kind, message });
+        let text = text.unwrap_or_default();
         // SAFETY: the descriptor is open until the program is executed, the buffer valid. It fits
         // into an empty pipe; if the keeper has gone nobody is to be told.
         unsafe { libc::write(self.report, text.as_ptr().cast(), text.len()) };

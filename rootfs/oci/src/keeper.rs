@@ -1,7 +1,7 @@
 //! Keeps a process of a container: stands in for it towards the agent, which knows the keeper
 //! only, until it ends. One thread, since libcontainer clones it.
 
-use crate::error::{Error, Failure};
+use crate::error::{Error, Failure, Kind};
 use crate::record::ProcessName;
 use crate::terminal::Pump;
 use nix::errno::Errno;
@@ -56,7 +56,10 @@ impl Report {
         match self.read.read(&mut text) {
             Err(_) => None,
             Ok(0) => Some(None),
-            Ok(count) => Some(serde_json::from_slice(&text[..count]).ok()),
+            Ok(count) => Some(Some(serde_json::from_slice(&text[..count]).unwrap_or_else(|_| {
+                let message = "the program was not executed, for unknown reasons".into();
+                Failure { kind: Kind::System, message }
+            }))),
         }
     }
 }

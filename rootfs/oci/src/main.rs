@@ -10,6 +10,7 @@ mod exec;
 mod executor;
 mod guest;
 mod keeper;
+mod own_file;
 mod record;
 mod seccomp;
 mod spec;
@@ -173,9 +174,11 @@ fn main() -> ExitCode {
 fn run(command: Command) -> Result<u8, Error> {
     match command {
         Command::Create { bundle, sandbox, id } => {
+            own_file::protect()?;
             return Ok(create::run(&create::Request { id, bundle, sandbox }));
         }
         Command::Exec { process, id, exec_id } => {
+            own_file::protect()?;
             return Ok(exec::run(&exec::Request { id, exec: exec_id, process }));
         }
         Command::State { wait_created: None, exec, id } => print(&state::look(&id, exec.as_ref())?),

@@ -235,4 +235,39 @@ mod tests {
         add(&mut rules, 1, &rule(2).unwrap());
         assert_eq!(rules[&1].len(), 0);
     }
+
+    /// What a shell says when it runs a line under a profile that allows all calls but `without`,
+    /// and what `more` adds.
+    fn shell(line: &str, without: &[&str], more: &[Value]) -> String {
+        let all = Sysno::iter().map(|number| number.name()).filter(|name| !without.contains(name));
+        let mut entries = vec![entry(&all.collect::<Vec<_>>(), "SCMP_ACT_ALLOW")];
+        entries.extend_from_slice(more);
+        let profile = compile("SCMP_ACT_ERRNO", &entries).unwrap();
+        let mut command = std::process::Command::new("/bin/sh");
+        command.args(["-c", line]);
+        let install = move || {
+            // SAFETY: sets a number.
+            unsafe { libc::prctl(libc::PR_SET_NO_NEW_PRIVS, 1, 0, 0, 0) };
+            profile.install()
+        };
+        // SAFETY: system calls only, on memory that was made before.
+        unsafe { std::os::unix::process::CommandExt::pre_exec(&mut command, install) };
+        String::from_utf8(command.output().unwrap().stdout).unwrap()
+    }
+
+    #[test]
+    fn what_is_not_on_the_list_is_refused_by_the_kernel() {
+        let line = "mkdir /tmp/cube-oci-seccomp 2>/dev/null && echo made; kill -0 $$ && echo fine";
+        assert_eq!(shell(line, &["mkdir", "mkdirat"], &[]), "fine\n");
+    }
+
+    #[test]
+    fn conditions_and_other_actions_are_the_kernels_too() {
+        let zero = json!({ "index": 1, "value": 0, "op": "SCMP_CMP_EQ" });
+        let asks = json!({ "names": ["kill"], "action": "SCMP_ACT_ALLOW", "args": [zero] });
+        let dies = entry(&["mkdir", "mkdirat"], "SCMP_ACT_KILL_PROCESS");
+        let line = "kill -0 $$ && echo asked; kill -CONT $$ 2>/dev/null || echo refused; \
+            mkdir /tmp/cube-oci-seccomp 2>/dev/null; echo $?";
+        assert_eq!(shell(line, &["kill"], &[asks, dies]), "asked\nrefused\n159\n");
+    }
 }

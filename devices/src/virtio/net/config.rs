@@ -2,6 +2,7 @@
 
 use std::fmt;
 use std::os::fd::RawFd;
+use std::path::{Path, PathBuf};
 use std::str::FromStr;
 
 use serde::{Deserialize, Serialize};
@@ -133,23 +134,27 @@ impl NetConfig {
 
 // --- as text -----------------------------------------------------------------------------------
 
-/// Where a card's TAP comes from.
+/// What a card is connected to.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "lowercase")]
-pub enum TapSource {
+pub enum NetSource {
     /// The interface of this name: attached to, or created.
     Tap(String),
     /// Descriptors that this process has inherited, one per queue pair.
     Fd(Vec<RawFd>),
+    /// A vhost-user backend that listens at this Unix socket.
+    #[serde(rename = "vhost-user")]
+    VhostUser(PathBuf),
 }
 
-/// A card as the user describes it: `tap=NAME` or `fd=N[:N…]`, and optionally `mac=`, `mtu=`,
-/// `id=`, `queues=` (pairs), `rx_bytes=`, `rx_frames=`, `tx_bytes=` and `tx_frames=` (rates).
+/// A card as the user describes it: `tap=NAME` or `fd=N[:N…]`, and optionally `vhost=on`, `mac=`,
+/// `mtu=`, `id=`, `queues=` (pairs), `rx_bytes=`, `rx_frames=`, `tx_bytes=` and `tx_frames=` (rates);
+/// or `vhost-user=SOCKET`, and of the others those that are not rates.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(deny_unknown_fields)]
 pub struct NetOption {
     /// What it is connected to.
-    pub source: TapSource,
+    pub source: NetSource,
     /// Its name; empty: chosen by position.
     #[serde(default)]
     pub id: String,
@@ -162,6 +167,9 @@ pub struct NetOption {
     /// Queue pairs; `None`: one, or as many as there are descriptors.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub queues: Option<u16>,
+    /// The host's kernel moves the frames, past this process.
+    #[serde(default, skip_serializing_if = "std::ops::Not::not")]
+    pub vhost: bool,
     /// Limits of what the guest receives.
     #[serde(default, skip_serializing_if = "RateLimit::is_none")]
     pub rx: RateLimit,
@@ -175,15 +183,15 @@ pub struct NetOption {
 pub enum NetOptionError {
     /// An option that does not exist, or has no value.
     #[error(
-        "network option {0:?} is not known; use tap=NAME or fd=N, and mac=, mtu=, id=, queues=, \
-         rx_bytes=, rx_frames=, tx_bytes=, tx_frames="
+        "network option {0:?} is not known; use tap=NAME, fd=N or vhost-user=SOCKET, and mac=, \
+         mtu=, id=, queues=, vhost=on, rx_bytes=, rx_frames=, tx_bytes=, tx_frames="
     )]
     Unknown(String),
     /// The same option, twice.
     #[error("network option {0}= is given twice; leave one out")]
     Twice(String),
     /// Connected to nothing, or to two things.
-    #[error("network card {0:?} needs one of tap=NAME and fd=N")]
+    #[error("network card {0:?} needs one of tap=NAME, fd=N and vhost-user=SOCKET")]
     Source(String),
     /// A number that is none, or is out of range.
     #[error("network option {option}={value} is not a number from {least} to {most}")]
@@ -207,6 +215,23 @@ pub enum NetOptionError {
         /// Queue pairs.
         queues: u16,
     },
+    /// Neither on nor off.
+    #[error("network option vhost={0:?} is neither on nor off")]
+    Vhost(String),
+    /// The kernel in the place of a process that is in our place.
+    #[error("network option vhost=on is for tap= and fd=; leave it out beside vhost-user=")]
+    VhostTwice,
+    /// Limits that nobody would keep.
+    #[error(
+        "network option {limit} cannot be beside {path}: the frames do not pass through cube-vmm; \
+         leave one of them out, or limit the interface on the host (tc)"
+    )]
+    Unlimited {
+        /// The limit.
+        limit: &'static str,
+        /// What the frames go through.
+        path: &'static str,
+    },
     /// A name with which nothing can be called.
     #[error("network card id {0:?} is not 1 to 20 letters, digits, '-' or '_'; choose another")]
     Id(String),
@@ -221,26 +246,56 @@ pub enum NetOptionError {
 impl NetOption {
     /// A card on the interface `name`, without anything special.
     pub fn tap(name: impl Into<String>) -> Self {
-        Self::on(TapSource::Tap(name.into()))
+        Self::on(NetSource::Tap(name.into()))
     }
 
-    fn on(source: TapSource) -> Self {
+    fn on(source: NetSource) -> Self {
         Self {
             source,
             id: String::new(),
             mac: None,
             mtu: None,
             queues: None,
+            vhost: false,
             rx: RateLimit::default(),
             tx: RateLimit::default(),
         }
     }
 
-    /// Opens what it is connected to: one TAP queue per queue pair.
+    /// Opens the TAP that it is connected to: a queue per queue pair. None for a backend.
     pub fn open(&self) -> Result<Vec<Tap>, TapError> {
         match &self.source {
-            TapSource::Tap(name) => Tap::open_named(name, self.queues.unwrap_or(1), self.mtu),
-            TapSource::Fd(fds) => fds.iter().map(|&fd| Tap::from_inherited(fd)).collect(),
+            NetSource::Tap(name) => Tap::open_named(name, self.queues.unwrap_or(1), self.mtu),
+            NetSource::Fd(fds) => fds.iter().map(|&fd| Tap::from_inherited(fd)).collect(),
+            NetSource::VhostUser(_) => Ok(Vec::new()),
+        }
+    }
+
+    /// The socket of its backend, if it has one.
+    pub fn backend(&self) -> Option<&Path> {
+        match &self.source {
+            NetSource::VhostUser(socket) => Some(socket),
+            NetSource::Tap(_) | NetSource::Fd(_) => None,
+        }
+    }
+
+    /// Refuses what the way of the frames makes impossible.
+    fn check_path(&self) -> Result<(), NetOptionError> {
+        let path = match (self.backend().is_some(), self.vhost) {
+            (true, true) => return Err(NetOptionError::VhostTwice),
+            (true, false) => "vhost-user=",
+            (false, true) => "vhost=on",
+            (false, false) => return Ok(()),
+        };
+        let limits = [
+            (self.rx.bytes.is_some(), "rx_bytes="),
+            (self.rx.operations.is_some(), "rx_frames="),
+            (self.tx.bytes.is_some(), "tx_bytes="),
+            (self.tx.operations.is_some(), "tx_frames="),
+        ];
+        match limits.into_iter().find(|&(given, _)| given) {
+            Some((_, limit)) => Err(NetOptionError::Unlimited { limit, path }),
+            None => Ok(()),
         }
     }
 
@@ -260,7 +315,8 @@ impl NetOption {
         if self.id.len() > 20 || !self.id.chars().all(allowed) {
             return Err(NetOptionError::Id(self.id.clone()));
         }
-        let TapSource::Fd(fds) = &self.source else {
+        self.check_path()?;
+        let NetSource::Fd(fds) = &self.source else {
             return Ok(());
         };
         let possible = fds.len().clamp(1, usize::from(MAX_QUEUE_PAIRS)) as u16;
@@ -285,6 +341,14 @@ fn short(option: &'static str, value: &str, least: u16, most: u16) -> Result<u16
     Ok(u16::try_from(number).unwrap_or(most))
 }
 
+fn on_or_off(value: &str) -> Result<bool, NetOptionError> {
+    match value {
+        "on" => Ok(true),
+        "off" => Ok(false),
+        _ => Err(NetOptionError::Vhost(value.to_owned())),
+    }
+}
+
 fn descriptors(value: &str) -> Result<Vec<RawFd>, NetOptionError> {
     let fd = |text| number("fd", text, 0, i32::MAX as u32).map(|fd| fd as RawFd);
     value.split(':').map(fd).collect()
@@ -295,7 +359,7 @@ impl FromStr for NetOption {
 
     fn from_str(text: &str) -> Result<Self, NetOptionError> {
         let mut source = None;
-        let mut card = Self::on(TapSource::Fd(Vec::new()));
+        let mut card = Self::on(NetSource::Fd(Vec::new()));
         let mut seen = Vec::new();
         for option in text.split(',') {
             let unknown = || NetOptionError::Unknown(option.to_owned());
@@ -308,11 +372,13 @@ impl FromStr for NetOption {
             }
             seen.push(key);
             match key {
-                "tap" | "fd" if source.is_some() => {
+                "tap" | "fd" | "vhost-user" if source.is_some() => {
                     return Err(NetOptionError::Source(text.to_owned()));
                 }
-                "tap" => source = Some(TapSource::Tap(value.to_owned())),
-                "fd" => source = Some(TapSource::Fd(descriptors(value)?)),
+                "tap" => source = Some(NetSource::Tap(value.to_owned())),
+                "fd" => source = Some(NetSource::Fd(descriptors(value)?)),
+                "vhost-user" => source = Some(NetSource::VhostUser(value.into())),
+                "vhost" => card.vhost = on_or_off(value)?,
                 "id" => card.id = value.to_owned(),
                 "mac" => card.mac = Some(value.parse()?),
                 "mtu" => card.mtu = Some(short("mtu", value, MIN_MTU, u16::MAX)?),

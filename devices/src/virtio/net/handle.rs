@@ -17,6 +17,7 @@ use crate::event::Event;
 use crate::metrics::LOGGED_FAULTS;
 use crate::rate_limiter::{RateLimit, RateLimiter};
 use crate::virtio::Notifier;
+use crate::virtio::vhost::user::Switch;
 
 /// Bits of the status field (virtio 1.3, section 5.1.4).
 pub(super) mod status {
@@ -77,6 +78,8 @@ counters! {
     guest_faults,
     /// Times that the interface went down or away.
     link_losses,
+    /// Interrupts passed on for who moves the frames in our place.
+    calls,
 }
 
 pub(super) fn count(counter: &AtomicU64) -> u64 {
@@ -109,6 +112,8 @@ pub(super) struct Shared {
     /// The bits of `GUEST_…` features in force.
     offloads: AtomicU64,
     notifier: Mutex<Option<Notifier>>,
+    /// Of a backend that moves the frames.
+    switch: Option<Switch>,
     rx_limiter: Option<Mutex<RateLimiter>>,
     tx_limiter: Option<Mutex<RateLimiter>>,
 }
@@ -136,6 +141,7 @@ impl Shared {
             pairs: AtomicU16::new(1),
             offloads: AtomicU64::new(0),
             notifier: Mutex::new(None),
+            switch: None,
             rx_limiter: limiter(rx),
             tx_limiter: limiter(tx),
         })
@@ -168,6 +174,21 @@ impl Shared {
         self.pairs.load(Ordering::Acquire)
     }
 
+    /// The frames are moved by a backend, whose rings are switched so.
+    pub fn set_switch(&mut self, switch: Switch) {
+        self.switch = Some(switch);
+    }
+
+    /// Rings of a backend that are worked on now: those of the pairs in use, if there is a link.
+    pub fn rings(&self) -> u16 {
+        if self.link_wanted() { 2 * self.pairs() } else { 0 }
+    }
+
+    fn switch_rings(&self) -> std::io::Result<()> {
+        let switched = self.switch.as_ref().map(|switch| switch.enable_below(self.rings()));
+        switched.transpose().map(|_| ()).map_err(std::io::Error::other)
+    }
+
     /// Makes the guest use the first `pairs` pairs: only to these does the host give frames.
     pub fn set_pairs(&self, pairs: u16) -> std::io::Result<()> {
         for (index, tap) in self.taps.iter().enumerate() {
@@ -178,7 +199,7 @@ impl Shared {
         }
         self.pairs.store(pairs, Ordering::Release);
         self.wake_all();
-        Ok(())
+        self.switch_rings()
     }
 
     /// The bits of `GUEST_…` features in force.
@@ -243,6 +264,9 @@ impl Shared {
     pub fn set_link(&self, up: bool) {
         self.change_status(|shared| shared.link.store(up, Ordering::Release));
         self.wake_all();
+        if let Err(error) = self.switch_rings() {
+            tracing::warn!(%error, up, "network card: its backend does not follow the link");
+        }
     }
 
     /// The interface of pair `pair` is down or gone, or is back.
@@ -254,6 +278,12 @@ impl Shared {
                 false => shared.lost.fetch_and(!bit, Ordering::AcqRel),
             };
         });
+    }
+
+    /// The backend that moves the frames is gone, and with it the link.
+    pub fn backend_is_gone(&self) {
+        count(&self.counters.link_losses);
+        self.set_lost(0, true);
     }
 
     pub fn set_announce(&self, wanted: bool) {

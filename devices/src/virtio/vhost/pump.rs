@@ -20,6 +20,9 @@ const FAULT: Token = Token(u32::MAX);
 /// The backend is gone.
 const PEER: Token = Token(u32::MAX - 1);
 
+/// What is done when a backend goes.
+pub(in crate::virtio) type OnLoss = Arc<dyn Fn() + Send + Sync>;
+
 /// What a backend's signals are counted as.
 #[derive(Debug, Default)]
 pub(super) struct Signals {
@@ -53,6 +56,8 @@ pub(super) struct Pump {
     pub notifier: Notifier,
     /// What is counted.
     pub signals: Arc<Signals>,
+    /// Called when the backend is gone.
+    pub on_loss: Option<OnLoss>,
     /// Set when the backend cannot be expected to finish what it has begun.
     pub broken: Arc<AtomicBool>,
 }
@@ -83,7 +88,12 @@ impl Handler for Pump {
                 self.fault.clear();
                 self.give_up(&self.signals.guest_faults, "the backend refuses its rings")
             }
-            PEER => self.give_up(&self.signals.losses, "its backend has gone away"),
+            PEER => {
+                if let Some(tell) = &self.on_loss {
+                    tell();
+                }
+                self.give_up(&self.signals.losses, "its backend has gone away")
+            }
             Token(index) => {
                 if let Some(call) = self.calls.get(index as usize) {
                     call.event.clear();

@@ -13,7 +13,7 @@ fn an_option_with_everything_is_read() {
          rx_frames=1000/100ms,tx_bytes=1M/s+5M,tx_frames=9/s",
     )
     .unwrap();
-    assert_eq!(card.source, TapSource::Tap("tap0".to_owned()));
+    assert_eq!(card.source, NetSource::Tap("tap0".to_owned()));
     assert_eq!(card.mac.unwrap().bytes(), [2, 0, 0, 0, 0, 0x2a]);
     assert_eq!((card.mtu, card.queues, card.id.as_str()), (Some(9000), Some(4), "lan"));
     assert_eq!(card.rx.bytes, Some("10M/s".parse().unwrap()));
@@ -27,22 +27,37 @@ fn an_option_with_everything_is_read() {
 #[test]
 fn an_option_with_nothing_special_is_read() {
     assert_eq!(option("tap=tap0"), Ok(NetOption::tap("tap0")));
-    assert_eq!(option("fd=3").unwrap().source, TapSource::Fd(vec![3]));
+    assert_eq!(option("fd=3").unwrap().source, NetSource::Fd(vec![3]));
     let two = option("fd=3:7,queues=2").unwrap();
-    assert_eq!((two.source, two.queues), (TapSource::Fd(vec![3, 7]), Some(2)));
+    assert_eq!((two.source, two.queues), (NetSource::Fd(vec![3, 7]), Some(2)));
     assert_eq!(option("fd=3:7").unwrap().queues, None);
+}
+
+#[test]
+fn who_moves_the_frames_is_read() {
+    let kernel = option("tap=tap0,vhost=on").unwrap();
+    assert!(kernel.vhost && kernel.backend().is_none());
+    assert!(!option("tap=tap0,vhost=off,rx_bytes=5/s").unwrap().vhost);
+    let far = option("vhost-user=/run/net.sock,queues=2,mac=02:00:00:00:00:01").unwrap();
+    assert_eq!((far.backend(), far.queues), (Some("/run/net.sock".as_ref()), Some(2)));
+    assert!(far.open().unwrap().is_empty());
+    for card in [NetOption::tap("tap0"), kernel, far] {
+        let mut bytes = Vec::new();
+        ciborium::into_writer(&card, &mut bytes).unwrap();
+        assert_eq!(ciborium::from_reader::<NetOption, _>(&*bytes).unwrap(), card);
+    }
 }
 
 #[test]
 fn bad_options_name_the_value_and_the_cure() {
     for (text, expected) in [
         ("", "network option \"\" is not known"),
-        ("tap", "network option \"tap\" is not known; use tap=NAME or fd=N"),
+        ("tap", "network option \"tap\" is not known; use tap=NAME, fd=N or vhost-user="),
         ("tap=", "network option \"tap=\" is not known"),
         ("tap=t,speed=10", "network option \"speed=10\" is not known"),
         ("tap=t,", "network option \"\" is not known"),
-        ("mtu=1500", "network card \"mtu=1500\" needs one of tap=NAME and fd=N"),
-        ("tap=t,fd=3", "network card \"tap=t,fd=3\" needs one of tap=NAME and fd=N"),
+        ("mtu=1500", "network card \"mtu=1500\" needs one of tap=NAME, fd=N and vhost-user="),
+        ("tap=t,fd=3", "network card \"tap=t,fd=3\" needs one of tap=NAME, fd=N and vhost-user="),
         ("tap=t,mtu=1500,mtu=1500", "network option mtu= is given twice"),
         ("tap=t,tap=u", "network option tap= is given twice"),
         ("tap=t,mtu=67", "network option mtu=67 is not a number from 68 to 65535"),
@@ -60,6 +75,14 @@ fn bad_options_name_the_value_and_the_cure() {
         ("tap=t,mac=1", "MAC address \"1\" is not of the form 02:00:00:00:00:01"),
         ("tap=t,mac=01:00:00:00:00:01", "MAC address 01:00:00:00:00:01 is a group address"),
         ("tap=t,rx_bytes=5", "rate \"5\" is not AMOUNT/PERIOD"),
+        ("tap=t,vhost=yes", "network option vhost=\"yes\" is neither on nor off"),
+        ("tap=t,vhost", "network option \"vhost\" is not known"),
+        ("tap=t,vhost-user=s", "needs one of tap=NAME, fd=N and vhost-user=SOCKET"),
+        ("vhost-user=s,vhost=on", "vhost=on is for tap= and fd=; leave it out"),
+        ("vhost-user=s,rx_bytes=5/s", "rx_bytes= cannot be beside vhost-user=: the frames do not"),
+        ("tap=t,vhost=on,rx_frames=5/s", "rx_frames= cannot be beside vhost=on"),
+        ("tap=t,tx_bytes=5/s,vhost=on", "tx_bytes= cannot be beside vhost=on"),
+        ("fd=3,vhost=on,tx_frames=5/s", "tx_frames= cannot be beside vhost=on"),
     ] {
         let error = option(text).unwrap_err();
         assert!(error.contains(expected), "{text}: {error}");
@@ -108,7 +131,7 @@ fn cards_outside_of_text_are_checked_too() {
     card.queues = Some(9);
     assert!(card.validate().is_err());
     card.queues = None;
-    card.source = TapSource::Fd(Vec::new());
+    card.source = NetSource::Fd(Vec::new());
     assert!(card.validate().is_err());
 }
 
@@ -116,7 +139,7 @@ proptest! {
     #![proptest_config(ProptestConfig::with_cases(2000))]
 
     #[test]
-    fn no_text_is_read_into_nonsense(text in "(tap|fd|mac|mtu|queues|id|rx_bytes)=[0-9a-f:/+=,sM]{0,20}") {
+    fn no_text_is_read_into_nonsense(text in "(tap|fd|mac|mtu|queues|id|rx_bytes|vhost|vhost-user)=[0-9a-f:/+=,sM]{0,20}") {
         if let Ok(card) = text.parse::<NetOption>() {
             prop_assert_eq!(card.validate(), Ok(()));
         }

@@ -32,13 +32,18 @@ const PROTOCOL_FEATURES: u64 = VhostUserVirtioFeatures::PROTOCOL_FEATURES.bits()
 
 /// What a device needs of its backend.
 #[derive(Clone, Copy, Debug)]
-pub(super) struct Needs {
+pub(in crate::virtio) struct Needs {
     /// Feature bits that it cannot do without.
     pub features: u64,
     /// Bytes of the configuration space that the backend tells; 0: none.
     pub config_len: usize,
-    /// Queues, if the backend shall be asked whether it has as many.
-    pub queues: Option<u16>,
+    /// Where the number of queues is in it, which shall be ours and not the backend's.
+    pub queues_at: Option<usize>,
+    /// What it must have at least of what it says to GET_QUEUE_NUM, which for a network card are pairs.
+    pub queues: u16,
+    /// All that the driver puts into the rings is completed in time, and so can be waited for. The
+    /// buffers of a network card's receive queues are not.
+    pub drains: bool,
 }
 
 /// A connection on which both sides have said what they can.
@@ -135,14 +140,12 @@ impl Connection {
         let useful = protocol & (Protocol::REPLY_ACK | Protocol::MQ | Protocol::CONFIG);
         ask.set_protocol_features(useful).map_err(answer("SET_PROTOCOL_FEATURES"))?;
         self.confirms = useful.contains(Protocol::REPLY_ACK);
-        if let Some(needed) = needs.queues {
-            let has = match useful.contains(Protocol::MQ) {
-                true => ask.get_queue_num().map_err(answer("GET_QUEUE_NUM"))?,
-                false => 1,
-            };
-            if has < u64::from(needed) {
-                return Err(VhostUserError::Queues { asked: needed, has });
-            }
+        let has = match useful.contains(Protocol::MQ) {
+            true => ask.get_queue_num().map_err(answer("GET_QUEUE_NUM"))?,
+            false => 1,
+        };
+        if has < u64::from(needs.queues) {
+            return Err(VhostUserError::Queues { asked: needs.queues, has });
         }
         if needs.config_len > 0 {
             if !useful.contains(Protocol::CONFIG) {
@@ -152,22 +155,51 @@ impl Connection {
             let flags = VhostUserConfigFlags::empty();
             let told = ask.get_config(0, len, flags, &room).map_err(answer("GET_CONFIG"))?;
             self.config = told.1;
+            let at = needs.queues_at.unwrap_or(usize::MAX);
+            for (to, from) in self.config.iter_mut().skip(at).zip(needs.queues.to_le_bytes()) {
+                *to = from;
+            }
         }
         self.features = offered & !PROTOCOL_FEATURES;
         Ok(())
     }
 
-    /// Gives the backend guest RAM and the queues, which it works on from now on.
+    /// Gives the backend guest RAM and the queues. On those below `enabled` it works from now on.
     pub fn start(
         &mut self,
         memory: &Memory,
         features: u64,
         queues: &[(&ActiveQueue, Wires<'_>)],
+        enabled: u16,
     ) -> Result<(), VhostUserError> {
         if !is_shared(memory) {
             return Err(VhostUserError::PrivateMemory);
         }
-        self.in_time(|this| this.set_up(memory, features, queues))
+        let rings: Vec<u16> = queues.iter().map(|(queue, _)| queue.index().0).collect();
+        self.in_time(|this| {
+            this.set_up(memory, features, queues)?;
+            this.enable(&rings, enabled)
+        })
+    }
+
+    /// Says on which of its `rings` the backend works: those below `count`.
+    pub fn enable_below(&mut self, rings: &[u16], count: u16) -> Result<(), VhostUserError> {
+        self.in_time(|this| this.enable(rings, count))
+    }
+
+    fn enable(&mut self, rings: &[u16], count: u16) -> Result<(), VhostUserError> {
+        let ask = &mut self.frontend;
+        // Requests are carried out in order, so that one confirmation is that of all.
+        let last = rings.len().saturating_sub(1);
+        for (position, &ring) in rings.iter().enumerate() {
+            if self.confirms && position == last {
+                ask.set_hdr_flags(VhostUserHeaderFlag::NEED_REPLY);
+            }
+            let enabled = ask.set_vring_enable(usize::from(ring), ring < count);
+            ask.set_hdr_flags(VhostUserHeaderFlag::empty());
+            enabled.map_err(answer("SET_VRING_ENABLE"))?;
+        }
+        Ok(())
     }
 
     fn set_up(
@@ -197,17 +229,6 @@ impl Connection {
             let kick = queue.kick().eventfd();
             ask.set_vring_kick(index, kick).map_err(answer("SET_VRING_KICK"))?;
         }
-        // Requests are carried out in order, so that one confirmation is that of all.
-        let last = queues.len().saturating_sub(1);
-        for (position, (queue, _)) in queues.iter().enumerate() {
-            if self.confirms && position == last {
-                ask.set_hdr_flags(VhostUserHeaderFlag::NEED_REPLY);
-            }
-            let index = usize::from(queue.index().0);
-            let enabled = ask.set_vring_enable(index, true);
-            ask.set_hdr_flags(VhostUserHeaderFlag::empty());
-            enabled.map_err(answer("SET_VRING_ENABLE"))?;
-        }
         Ok(())
     }
 
@@ -219,6 +240,9 @@ impl Connection {
         drains: bool,
         broken: impl Fn() -> bool,
     ) -> Result<(), VhostUserError> {
+        if drains {
+            self.finish(queues, &broken)?;
+        }
         let bases = self.in_time(|this| this.take_bases(queues))?;
         let end = Instant::now() + self.patience;
         for (queue, base) in queues.iter_mut().zip(bases) {
@@ -230,6 +254,36 @@ impl Connection {
             }
             // Fails only for rings that are outside of guest RAM, and was none when it started.
             let _ = queue.take_over(Some(base));
+        }
+        Ok(())
+    }
+
+    /// Waits until the backend has completed what is in the rings now, while it may still signal.
+    ///
+    /// By the protocol ("Suspended device state") a device whose rings are stopped writes nothing and
+    /// signals nothing, so a backend should finish before it answers GET_VRING_BASE. QEMU's does not:
+    /// it answers at once, forgets its call descriptor, and takes the failure to signal a request
+    /// that is completed later for its own end.
+    fn finish(
+        &self,
+        queues: &[ActiveQueue],
+        broken: &impl Fn() -> bool,
+    ) -> Result<(), VhostUserError> {
+        let end = Instant::now() + self.patience;
+        for queue in queues {
+            // The driver may have been stopped between adding a request and telling of it.
+            queue.kick().signal();
+        }
+        for queue in queues {
+            // A driver that still runs gets no more time for what it adds meanwhile.
+            let Ok(goal) = queue.avail_index() else { continue };
+            let behind = |used: u16| goal.wrapping_sub(used) <= queue.size() && used != goal;
+            while !broken() && queue.used_index().is_ok_and(behind) {
+                if Instant::now() > end {
+                    return Err(VhostUserError::Busy(self.patience));
+                }
+                std::thread::sleep(Duration::from_millis(1));
+            }
         }
         Ok(())
     }

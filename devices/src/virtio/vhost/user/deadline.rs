@@ -12,7 +12,7 @@ use std::thread::JoinHandle;
 use std::time::{Duration, Instant};
 
 /// Cuts a connection when it takes too long. Dropped, it cuts it in any case.
-pub(super) struct Watchdog {
+pub(in crate::virtio) struct Watchdog {
     shared: Arc<Shared>,
     socket: UnixStream,
     thread: Option<JoinHandle<()>>,

@@ -22,24 +22,24 @@ impl Snapshot for VhostUser {
     type State = VhostUserState;
 
     fn save(&self) -> Result<VhostUserState, SaveError> {
-        match self.live {
-            Some(_) => Err(SaveError::Running("vhost-user device")),
-            None => Ok(VhostUserState { queues: self.options.queues, config: self.config.clone() }),
+        if self.backend.is_live() {
+            return Err(SaveError::Running("vhost-user disk"));
         }
+        Ok(VhostUserState { queues: self.queues, config: self.backend.config().to_vec() })
     }
 
     fn restore(&mut self, state: VhostUserState) -> Result<(), RestoreError> {
         let invalid = |field, value: String| {
             Err(RestoreError::Invalid { kind: VhostUserState::KIND, field, value })
         };
-        if self.live.is_some() {
-            return Err(RestoreError::Running("vhost-user device"));
+        if self.backend.is_live() {
+            return Err(RestoreError::Running("vhost-user disk"));
         }
-        if state.queues != self.options.queues {
-            let queues = self.options.queues;
+        if state.queues != self.queues {
+            let queues = self.queues;
             return invalid("queues", format!("{}, device has {queues}", state.queues));
         }
-        if state.config != self.config {
+        if state.config != self.backend.config() {
             return invalid("config", format!("{} bytes", state.config.len()));
         }
         Ok(())

@@ -1,0 +1,286 @@
+//! Carries messages from the guest's queues to the server, and answers back.
+
+use std::io;
+use std::os::fd::AsRawFd;
+use std::sync::Arc;
+use std::time::{Duration, Instant};
+
+use super::message::{Head, OUT_HEADER, destroy, error};
+use super::shadow::{MAX_REPLY, MAX_REQUEST};
+use super::{Counters, Session};
+use crate::executor::{Flow, Handler, Interest, Sources};
+use crate::ids::Token;
+use crate::memory::Memory;
+use crate::metrics::LOGGED_FAULTS;
+use crate::virtio::queue::{ActiveQueue, QueueFault};
+use crate::virtio::{Chain, Notifier};
+
+/// Messages taken from a queue before other devices get their turn.
+const BUDGET: usize = 64;
+
+/// Answers have come.
+const CALL: Token = Token(u32::MAX);
+/// The server is gone.
+const PEER: Token = Token(u32::MAX - 1);
+
+/// What is remembered of a message on its way.
+pub(super) struct Owner {
+    head: Head,
+    since: Instant,
+    /// Where its answer goes: the queue, and the chain. `None`: nobody waits for it any more.
+    place: Option<(usize, Chain)>,
+}
+
+/// The worker of a device that is live.
+pub(super) struct Worker {
+    pub session: Session,
+    pub memory: Memory,
+    /// In order of their index.
+    pub queues: Vec<ActiveQueue>,
+    pub notifier: Notifier,
+    pub counters: Arc<Counters>,
+    pub tag: String,
+}
+
+impl Session {
+    /// The guest has let go of the device: nobody waits for answers, and all that it knew is to be
+    /// forgotten.
+    pub(super) fn forget_guest(&mut self) {
+        for owner in self.shadow.owners_mut() {
+            owner.place = None;
+        }
+        let owner = Owner { head: Head::default(), since: Instant::now(), place: None };
+        // Without room for that, the next mount makes it forget.
+        if self.shadow.send_bytes(&destroy(), 0, owner).is_some() {
+            self.kick();
+        }
+    }
+
+    fn kick(&self) {
+        if let Some(server) = &self.server
+            && self.shadow.wants_kick()
+        {
+            server.kick.signal();
+        }
+    }
+
+    /// What a guest waits for: how much, and the oldest of it in words.
+    pub(super) fn waiting(&self) -> Option<String> {
+        let waiting = self.shadow.owners().filter(|owner| owner.place.is_some());
+        let oldest = waiting.min_by_key(|owner| owner.since)?;
+        Some(format!(
+            "{} of node {} has been on its way for {:.1} s",
+            oldest.head.name(),
+            oldest.head.node,
+            oldest.since.elapsed().as_secs_f32()
+        ))
+    }
+}
+
+impl Worker {
+    /// Takes what the guest asks, as far as there is room.
+    fn serve(&mut self) -> Result<(), QueueFault> {
+        let mut sent = false;
+        for index in 0..self.queues.len() {
+            sent |= self.serve_queue(index)?;
+        }
+        if sent {
+            self.session.kick();
+        }
+        Ok(())
+    }
+
+    fn serve_queue(&mut self, index: usize) -> Result<bool, QueueFault> {
+        let mut sent = false;
+        for _ in 0..BUDGET {
+            let Some(queue) = self.queues.get_mut(index) else { return Ok(sent) };
+            let Some(chain) = queue.pop()? else {
+                queue.notify()?;
+                if queue.enable_notification()? {
+                    continue;
+                }
+                return Ok(sent);
+            };
+            let (request, room) = (chain.readable_len(), chain.writable_len().min(MAX_REPLY));
+            let head = Head::read(&self.memory, &chain);
+            let answer = match (&self.session.server, head) {
+                (_, None) => Some(Vec::new()),
+                (_, Some(head)) if !head.is_silent() && room < OUT_HEADER => Some(Vec::new()),
+                (_, Some(head)) if request > MAX_REQUEST => refusal(head, libc::E2BIG),
+                (None, Some(head)) => refusal(head, libc::EIO),
+                (Some(_), Some(_)) => None,
+            };
+            if let Some(answer) = answer {
+                self.counters.failures.one();
+                self.complete(index, &chain, &answer)?;
+                continue;
+            }
+            if !self.session.shadow.fits(request, room) {
+                // Tried again with the next answer.
+                if let Some(queue) = self.queues.get_mut(index) {
+                    queue.undo_pop();
+                    queue.notify()?;
+                }
+                return Ok(sent);
+            }
+            let head = head.unwrap_or_default();
+            let since = Instant::now();
+            let keep = |chain| Owner { head, since, place: Some((index, chain)) };
+            // Cannot fail: it fits, and the chain was checked.
+            if self.session.shadow.send_chain(&self.memory, chain, keep).is_none() {
+                return Ok(sent);
+            }
+            self.counters.written_bytes.add(request);
+            sent = true;
+        }
+        if let Some(queue) = self.queues.get_mut(index) {
+            queue.notify()?;
+            queue.kick().signal();
+        }
+        Ok(sent)
+    }
+
+    /// Gives a chain back with an answer of ours.
+    fn complete(&mut self, index: usize, chain: &Chain, answer: &[u8]) -> Result<(), QueueFault> {
+        let mut writer = chain.writer(&self.memory);
+        // What was checked when it was popped can be written.
+        let _ = io::Write::write_all(&mut writer, answer);
+        let written = writer.written();
+        self.counters.requests.one();
+        match self.queues.get_mut(index) {
+            Some(queue) => queue.complete(chain, written),
+            None => Ok(()),
+        }
+    }
+
+    /// Gives the guest the answers that have come.
+    fn reap(&mut self) -> Result<(), QueueFault> {
+        loop {
+            match self.session.shadow.answer() {
+                Ok(Some(answer)) => {
+                    let Some((index, chain)) = &answer.owner.place else {
+                        self.session.shadow.drop_answer(answer);
+                        continue;
+                    };
+                    let (index, into) = (*index, chain.writable().to_vec());
+                    let (owner, len) = self.session.shadow.take(answer, &self.memory, &into);
+                    self.counters.requests.one();
+                    self.counters.read_bytes.add(u64::from(len));
+                    if let (Some((_, chain)), Some(queue)) =
+                        (owner.place, self.queues.get_mut(index))
+                    {
+                        queue.complete(&chain, len)?;
+                    }
+                }
+                Ok(None) => break,
+                Err(fault) => {
+                    tracing::error!(tag = self.tag, %fault, "the file server is not to be trusted");
+                    return self.lose();
+                }
+            }
+        }
+        self.queues.iter_mut().try_for_each(ActiveQueue::notify)
+    }
+
+    /// The server has ended, or shall: whoever waits for it gets an error, from now on at once.
+    fn lose(&mut self) -> Result<(), QueueFault> {
+        let Some(mut server) = self.session.server.take() else { return Ok(()) };
+        self.counters.losses.one();
+        let end = server.end();
+        tracing::error!(
+            tag = self.tag,
+            end,
+            "the file server has ended; the guest gets I/O errors"
+        );
+        drop(server);
+        for owner in self.session.shadow.abandon() {
+            let Some((index, chain)) = owner.place else { continue };
+            self.counters.failures.one();
+            let answer = refusal(owner.head, libc::EIO).unwrap_or_default();
+            self.complete(index, &chain, &answer)?;
+        }
+        self.queues.iter_mut().try_for_each(ActiveQueue::notify)
+    }
+
+    /// Waits until nothing is on its way, or `patience` is over. For a worker that is not running.
+    pub fn drain(&mut self, patience: Duration) {
+        let end = Instant::now() + patience;
+        loop {
+            // A fault of the driver's was told already, or is with the next start.
+            let _ = self.reap();
+            let Some(server) = &self.session.server else { return };
+            if self.session.waiting().is_none() {
+                return;
+            }
+            let left = end.saturating_duration_since(Instant::now());
+            if left.is_zero() {
+                return;
+            }
+            let (call, peer) = (server.call.as_raw_fd(), std::os::fd::AsFd::as_fd(server));
+            let mut polls = [
+                libc::pollfd { fd: call, events: libc::POLLIN, revents: 0 },
+                libc::pollfd { fd: peer.as_raw_fd(), events: libc::POLLRDHUP, revents: 0 },
+            ];
+            let millis = i32::try_from(left.as_millis()).unwrap_or(i32::MAX).max(1);
+            // SAFETY: two pollfds that outlive the call, with open descriptors.
+            unsafe { libc::poll(polls.as_mut_ptr(), 2, millis) };
+            server.call.clear();
+            if polls[1].revents != 0 && polls[0].revents == 0 {
+                let _ = self.reap();
+                let _ = self.lose();
+                return;
+            }
+        }
+    }
+}
+
+/// The error that a message is answered with; nothing for what gets no answer.
+fn refusal(head: Head, errno: i32) -> Option<Vec<u8>> {
+    Some(if head.is_silent() { Vec::new() } else { error(head.unique, errno).to_vec() })
+}
+
+impl Handler for Worker {
+    fn attach(&mut self, sources: &mut Sources<'_, '_>) -> io::Result<()> {
+        for (token, queue) in (0..).map(Token).zip(&self.queues) {
+            sources.add(token, queue.kick(), Interest::Read)?;
+        }
+        if let Some(server) = &self.session.server {
+            sources.add(CALL, &server.call, Interest::Read)?;
+            sources.add(PEER, server, Interest::Hangup)?;
+        }
+        Ok(())
+    }
+
+    fn handle(&mut self, token: Token, sources: &mut Sources<'_, '_>) -> Flow {
+        let done = match token {
+            PEER => {
+                sources.remove(CALL);
+                sources.remove(PEER);
+                // What it has answered before, counts.
+                self.reap().and_then(|()| self.lose())
+            }
+            CALL => {
+                if let Some(server) = &self.session.server {
+                    server.call.clear();
+                }
+                self.reap()
+            }
+            _ => {
+                for queue in &self.queues {
+                    queue.kick().clear();
+                }
+                Ok(())
+            }
+        };
+        match done.and_then(|()| self.serve()) {
+            Ok(()) => Flow::Continue,
+            Err(fault) => {
+                if self.counters.guest_faults.one() < LOGGED_FAULTS {
+                    tracing::warn!(%fault, tag = self.tag, "file system device stopped");
+                }
+                self.notifier.needs_reset();
+                Flow::Finished
+            }
+        }
+    }
+}
