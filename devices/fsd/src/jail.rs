@@ -171,7 +171,7 @@ fn restrict(root: &File, read_only: bool) -> io::Result<()> {
     let attributes = libc::mount_attr {
         attr_set: set,
         attr_clr: 0,
-        propagation: libc::MS_PRIVATE,
+        propagation: libc::MS_SLAVE,
         userns_fd: 0,
     };
     let flags = libc::AT_EMPTY_PATH | libc::AT_RECURSIVE;
