@@ -87,11 +87,14 @@ const LOADS: &[Load] = &[
     Load { size: "128k", ..load("sequential writes of 128 KiB", "write", 32, 400) },
 ];
 
+/// What a guest does, and how long it takes.
+type Act = Box<dyn Fn(&Guest) -> anyhow::Result<u64>>;
+
 /// Something that every guest does that it is of use for.
 struct Job {
     title: String,
     part: Part,
-    act: Box<dyn Fn(&Guest) -> anyhow::Result<u64>>,
+    act: Act,
 }
 
 fn main() -> ExitCode {

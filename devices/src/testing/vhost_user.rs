@@ -6,10 +6,9 @@
 
 use std::fs::File;
 use std::io;
-use std::os::fd::{FromRawFd, IntoRawFd};
+use std::os::fd::{AsRawFd, FromRawFd, IntoRawFd};
 use std::os::unix::net::{UnixListener, UnixStream};
 use std::path::{Path, PathBuf};
-use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::thread::JoinHandle;
 
@@ -41,7 +40,7 @@ pub type MakeDevice = Arc<dyn Fn(ExecutorHandle) -> Box<dyn VirtioDevice> + Send
 /// A backend at a socket, until it is dropped.
 pub struct VhostUserBackend {
     path: PathBuf,
-    ending: Arc<AtomicBool>,
+    listener: UnixListener,
     sessions: Arc<Mutex<Vec<UnixStream>>>,
     thread: Option<JoinHandle<()>>,
 }
@@ -54,14 +53,11 @@ impl VhostUserBackend {
     /// Listens at `path`, where nothing may be yet.
     pub fn listen(path: &Path, make: MakeDevice) -> io::Result<Self> {
         let listener = UnixListener::bind(path)?;
-        let (ending, sessions) = (Arc::<AtomicBool>::default(), Arc::<Mutex<Vec<_>>>::default());
-        let (end, open) = (ending.clone(), sessions.clone());
+        let sessions = Arc::<Mutex<Vec<_>>>::default();
+        let (theirs, open) = (listener.try_clone()?, sessions.clone());
         let thread = std::thread::spawn(move || {
             let mut threads = Vec::new();
-            for stream in listener.incoming().map_while(io::Result::ok) {
-                if end.load(Ordering::Acquire) {
-                    break;
-                }
+            for stream in theirs.incoming().map_while(io::Result::ok) {
                 threads.retain(|thread: &JoinHandle<()>| !thread.is_finished());
                 let mut open = lock(&open);
                 // What its peer has left is of no use to anybody.
@@ -72,7 +68,7 @@ impl VhostUserBackend {
             }
             threads.into_iter().for_each(|thread| thread.join().unwrap());
         });
-        Ok(Self { path: path.to_owned(), ending, sessions, thread: Some(thread) })
+        Ok(Self { path: path.to_owned(), listener, sessions, thread: Some(thread) })
     }
 
     /// Ends all connections, in the middle of whatever they do. New ones are accepted.
@@ -92,9 +88,9 @@ impl VhostUserBackend {
 
 impl Drop for VhostUserBackend {
     fn drop(&mut self) {
-        self.ending.store(true, Ordering::Release);
-        // Wakes the listener.
-        let _ = UnixStream::connect(&self.path);
+        // Ends the thread's wait for connections, also if nobody finds the socket any more.
+        // SAFETY: takes no pointer; the descriptor is open.
+        unsafe { libc::shutdown(self.listener.as_raw_fd(), libc::SHUT_RDWR) };
         let _ = std::fs::remove_file(&self.path);
         self.hang_up();
         if let Some(thread) = self.thread.take() {
@@ -106,11 +102,7 @@ impl Drop for VhostUserBackend {
 
 fn is_open(stream: &UnixStream) -> bool {
     let _ = stream.set_nonblocking(false);
-    let mut poll = libc::pollfd {
-        fd: std::os::fd::AsRawFd::as_raw_fd(stream),
-        events: libc::POLLRDHUP,
-        revents: 0,
-    };
+    let mut poll = libc::pollfd { fd: stream.as_raw_fd(), events: libc::POLLRDHUP, revents: 0 };
     // SAFETY: one pollfd that outlives the call, with an open descriptor.
     unsafe { libc::poll(&mut poll, 1, 0) == 0 }
 }

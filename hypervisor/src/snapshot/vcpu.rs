@@ -310,3 +310,37 @@ fn write_msrs(fd: &VcpuFd, saved: &[kvm_msr_entry]) -> Result<(), VcpuStateError
 fn value_of(fd: &VcpuFd, index: u32) -> Result<Option<u64>, KvmError> {
     Ok(read_msrs(fd, &[index])?.first().map(|msr| msr.data))
 }
+
+#[cfg(test)]
+mod tests {
+    use std::arch::x86_64::__cpuid;
+
+    use super::*;
+
+    /// A vCPU with the leaf that names the maker of this processor, and another one.
+    fn state(other: kvm_cpuid_entry2) -> VcpuState {
+        let maker = __cpuid(0);
+        let maker = kvm_cpuid_entry2 {
+            eax: maker.eax,
+            ebx: maker.ebx,
+            ecx: maker.ecx,
+            edx: maker.edx,
+            ..Default::default()
+        };
+        VcpuState { cpuid: vec![maker, other], tsc_khz: 2_000_000, ..VcpuState::default() }
+    }
+
+    #[test]
+    fn what_cannot_run_here_is_told_without_kvm() {
+        let fine = state(kvm_cpuid_entry2::default());
+        fine.check_processor().unwrap();
+        // All of AVX-512, AMX and what else there is: no processor has it.
+        let all = kvm_cpuid_entry2 { function: 7, index: 1, eax: !0, ..Default::default() };
+        let lacking = state(all).check_processor().unwrap_err();
+        assert!(lacking.to_string().contains("(CPUID 0x7.1 eax bit"), "{lacking}");
+        let slow = VcpuState { tsc_khz: 5, ..state(kvm_cpuid_entry2::default()) };
+        assert!(matches!(slow.check_processor(), Err(VcpuStateError::ImpossibleTsc(5))));
+        let foreign = VcpuState { cpuid: Vec::new(), ..fine };
+        assert!(matches!(foreign.check_processor(), Err(VcpuStateError::Vendor { .. })));
+    }
+}

@@ -110,7 +110,13 @@ impl Session<'_> {
                 processes.release(process)?;
                 self.bound.retain(|bound| *bound != process);
             }
-            Request::Renew(renew) if agent.guest => guest::renew(&renew)?,
+            Request::Renew(renew) if agent.guest => {
+                // The boot that stamps tell of is over. And QEMU's emulated processor lets no process
+                // use a port any more once its state has been set from outside: it then takes the task
+                // segment, which is busy as ever, for none.
+                agent.started.store(true, Ordering::Relaxed);
+                guest::renew(&renew)?;
+            }
             Request::Configure(configure) if agent.guest => guest::configure(&configure)?,
             Request::Renew(_) | Request::Configure(_) | Request::PowerOff { .. } => {
                 return Err(Refusal::Invalid("this agent does not run in a guest of its own"));
