@@ -31,6 +31,8 @@ fn memory() -> String {
 const PAUSES: usize = 100;
 const MIB: usize = 1 << 20;
 const DISKS: [&str; 2] = ["one", "two"];
+/// The image of programs.
+const TOOLS: &str = "tools.erofs";
 /// Bytes that go over the network for each cycle, at so many a second.
 const STREAM: u64 = 4 << 20;
 const RATE: &str = "1M/s";
@@ -105,29 +107,26 @@ fn finish(vm: &TestVm) {
     }
 }
 
-/// Saves the guest, kills its VMM, and makes it go on. The disks stay what they are.
-fn next_generation(vm: TestVm, store: &Path) -> TestVm {
+/// Saves the guest into `store`, kills its VMM, and makes it go on with copies of its files in
+/// `files`, which are put beside `store`.
+fn next_generation(vm: TestVm, store: &Path, files: &Path) -> (TestVm, PathBuf) {
     vm.save(store);
-    let disks: Vec<PathBuf> = DISKS.map(|name| vm.place().given_path(name)).to_vec();
-    let kept = store.with_extension("disks");
+    let kept = store.with_extension("files");
     fs::create_dir(&kept).unwrap();
+    let copy = |name: &str| {
+        fs::copy(files.join(name), kept.join(name)).unwrap();
+        kept.join(name).display().to_string()
+    };
+    let [one, two] = DISKS.map(|name| format!("disk:{name}={}", copy(name)));
+    let tools = format!("pmem:tools={}", copy(TOOLS));
+    let net = format!("net:net=tap:{}", wire::TAP);
     let place = vm.murder();
     for socket in ["api", "vsock"] {
         fs::remove_file(place.path(socket)).unwrap();
     }
-    let overrides = disks.iter().flat_map(|disk| {
-        let name = disk.file_name().unwrap().to_str().unwrap();
-        let file = kept.join(name);
-        fs::copy(disk, &file).unwrap();
-        ["--override".to_owned(), format!("disk:{name}={}", file.display())]
-    });
-    let tools = kept.join("tools.erofs");
-    fs::copy(place.given_path("tools.erofs"), &tools).unwrap();
-    let tools = ["--override".to_owned(), format!("pmem:tools={}", tools.display())];
-    let net = ["--override".to_owned(), format!("net:net=tap:{}", wire::TAP)];
-    let options: Vec<String> = overrides.chain(tools).chain(net).collect();
-    let options: Vec<&str> = options.iter().map(String::as_str).collect();
-    TestVm::restore(store, &options)
+    let options: Vec<&str> =
+        [&one, &two, &tools, &net].into_iter().flat_map(|what| ["--override", what]).collect();
+    (TestVm::restore(store, &options), kept)
 }
 
 fn a_guest_at_work_survives_being_saved_killed_and_restored() {
@@ -138,18 +137,20 @@ fn a_guest_at_work_survives_being_saved_killed_and_restored() {
             wire::expect_noise(&wire::accept(&listener), bytes, 71);
         });
         let mut vm = at_work("send", &port, bytes);
+        let mut files = vm.place().given_path("");
         let store = Place::new();
         let started = Instant::now();
         for cycle in 0..cycles() {
             let before = count(&vm);
             let dir = store.given_path(&format!("cycle{cycle}"));
-            let next = next_generation(vm, &dir);
+            let (next, next_files) = next_generation(vm, &dir, &files);
             // The first connection is made before anything else, and must not be lost.
             let after = count(&next);
             assert!(after >= before, "{after} after {before}");
             eventually("timers fire", || count(&next) > after + 2);
             assert_well(&next);
             vm = next;
+            files = next_files;
             fs::remove_dir_all(&dir).unwrap();
         }
         if env::var_os("CUBE_TEST_TIMES").is_some() {

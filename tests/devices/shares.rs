@@ -82,16 +82,13 @@ fn two_directories_are_read_and_written_and_one_only_read() {
 }
 
 /// Holds files open, and does what it is told by a pipe.
-const HOLDER: &str = "mkdir /work; mount -t virtiofs work /work; cd /work; mkdir cwd; \
-     echo kept >cwd/kept; echo old >replaced; echo gone >gone; mkfifo /tmp/line; \
-     (cd cwd; exec 3>>log 4<../gone 5<../replaced; rm ../gone; touch /tmp/ready; \
-      while :; do read line </tmp/line; eval \"$line\" >/tmp/said 2>&1; touch /tmp/done; done) \
-     >/dev/null 2>&1 & \
-     while ! [ -e /tmp/ready ]; do sleep 0.1; done";
+const HOLDER: &str = r#"mkdir /work; mount -t virtiofs work /work; cd /work; mkdir cwd
+echo kept >cwd/kept; echo old >replaced; echo gone >gone; mkfifo /tmp/line; cd cwd
+exec 3>>log 4<../gone 5<../replaced; rm ../gone; touch /tmp/ready
+while :; do read line </tmp/line; eval "$line" >/tmp/said 2>&1; touch /tmp/done; done"#;
 
 /// Has the one who holds the files do something; what that prints.
 fn tell(vm: &TestVm, line: &str) -> String {
-    let line = line.replace('\'', "");
     let tell = format!(
         "rm -f /tmp/done; echo '{line}' >/tmp/line; \
          while ! [ -e /tmp/done ]; do sleep 0.1; done; cat /tmp/said"
@@ -103,7 +100,8 @@ fn b2_c1_d4_open_files_directories_and_mounts_survive_a_snapshot() {
     let store = Place::new();
     let (work, dir) = (folder(&store, "work"), store.given_path("snapshot"));
     let vm = TestVm::builder().option("--fs", share("work", &work, ",id=work")).boot();
-    run(&vm, HOLDER);
+    vm.leave(sh(HOLDER));
+    run(&vm, "while ! [ -e /tmp/ready ]; do sleep 0.1; done");
     tell(&vm, "echo one >&3");
     save(&vm, &dir);
     drop(vm);
@@ -137,7 +135,7 @@ const WORK: &str = r#"mkdir /work /other; mount -t virtiofs work /work; mount -t
     mv /work/t/a/new /work/t/a/obj && [ "$(cat /work/t/a/link)" = x ] && rm -r /work/t || echo tree >>/tmp/bad
 done) 2>>/tmp/bad &
 (while :; do for f in /other/*; do cat $f; done >/dev/null 2>>/tmp/seen; sleep 0.1; done) &
-true"#;
+wait"#;
 
 fn n1_work_goes_on_through_snapshots_while_the_host_changes_things() {
     let cycles = std::env::var("CUBE_SHARE_CYCLES").ok().and_then(|text| text.parse().ok());

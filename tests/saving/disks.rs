@@ -116,7 +116,7 @@ fn a_copy_goes_where_it_is_told_or_nowhere() {
     let place = format!("a={}", text(&elsewhere));
     let report = guests.save("api", &base, &["--disk-clone", &place, "--disk-clone", "b=none"]);
     let copied: Vec<_> = report.disks.iter().map(|disk| disk.path.clone()).collect();
-    assert_eq!(copied, [elsewhere.clone()]);
+    assert_eq!(copied, std::slice::from_ref(&elsewhere));
     assert_eq!(fs::read(&elsewhere).unwrap(), vec![7; DISK]);
     assert!(!base.join("disk-b").exists());
 
