@@ -168,12 +168,8 @@ fn restrict(root: &File, read_only: bool) -> io::Result<()> {
     if read_only {
         set |= libc::MOUNT_ATTR_RDONLY;
     }
-    let attributes = libc::mount_attr {
-        attr_set: set,
-        attr_clr: 0,
-        propagation: libc::MS_SLAVE,
-        userns_fd: 0,
-    };
+    let attributes =
+        libc::mount_attr { attr_set: set, attr_clr: 0, propagation: libc::MS_SLAVE, userns_fd: 0 };
     let flags = libc::AT_EMPTY_PATH | libc::AT_RECURSIVE;
     // SAFETY: an open descriptor, a string with its end, and a structure of the given size.
     let restricted = done(unsafe {
