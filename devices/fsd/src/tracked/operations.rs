@@ -104,7 +104,9 @@ impl<F: Core> FileSystem for Tracked<F> {
     fn init(&self, capable: FsOptions) -> io::Result<FsOptions> {
         let mut inside = self.inside();
         self.clear(&mut inside);
-        let options = self.core().init(capable)?;
+        // The library prints a line for each guest that lacks that one; such a guest ignores what it
+        // is told of submounts.
+        let options = self.core().init(capable | FsOptions::SUBMOUNTS)?;
         self.begin(&mut inside)?;
         Ok(options)
     }
