@@ -19,7 +19,7 @@ use crate::names::Name;
 use crate::share::Policy;
 use crate::state::{Mount, Orphan, SavedHandle, SavedNode, ShareIdentity, StateError};
 use crate::table::{Handle, Identity, Node, Place, ROOT};
-use crate::tracked::{Core, Inside, Tracked, c_name, held, ourselves};
+use crate::tracked::{Core, Inside, Tracked, c_name, ourselves};
 
 /// From so many nodes on they are looked up when they are needed, or when there is time.
 pub const LAZY_FROM: usize = 2000;
@@ -174,6 +174,8 @@ impl<F: Core> Tracked<F> {
                     Ok(Found::It(inner)) => {
                         inside.table.place(child, inner);
                         directories.push_back(child);
+                        // There may be more nodes than descriptors.
+                        self.make_room(inside, child);
                     }
                     Ok(Found::Not(reason)) => failed.push((parent, name, reason)),
                     Err(source) => {
@@ -194,7 +196,7 @@ impl<F: Core> Tracked<F> {
         name: &Name,
         child: u64,
     ) -> io::Result<Found> {
-        let (inner, c_name) = (held(&inside.table, parent)?, c_name(name)?);
+        let (inner, c_name) = (self.hold(inside, parent)?, c_name(name)?);
         let entry = match self.core().lookup(ourselves(), inner, &c_name) {
             Ok(entry) => entry,
             Err(error) if is_gone(&error) => return Ok(Found::Not("missing")),

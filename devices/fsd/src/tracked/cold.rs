@@ -82,7 +82,7 @@ impl<F: Core> Tracked<F> {
 
     /// Chills what was needed longest ago, if there are too many descriptors; not `needed`, nor the
     /// directories that are in use.
-    pub(super) fn make_room(&self, inside: &mut Inside, needed: u64) {
+    pub(crate) fn make_room(&self, inside: &mut Inside, needed: u64) {
         let open = inside.table.held() + inside.table.handles().count().min(inside.most);
         if open + SPARE < inside.most {
             return;

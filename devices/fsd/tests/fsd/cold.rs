@@ -133,13 +133,27 @@ fn g6_strict_looks_everything_up_at_once() {
     assert!(refused.err().unwrap().to_string().contains("d7/f7"));
 }
 
+#[test]
+fn g7_strict_looks_up_more_than_there_are_descriptors() {
+    let share = tempdir().unwrap();
+    let mut guest = cramped(share.path(), 64);
+    let known = tree(&mut guest, 10, 50);
+    let state = guest.server.save();
+    drop(guest);
+    let mut server = Local::limited(share.path(), Settings::default(), Policy::Strict, 64);
+    let report = server.load(&state).unwrap().unwrap();
+    assert_eq!((report.restored, report.stale_total), (511, 0));
+    all_are_there(&mut Guest::new(server), share.path(), &known);
+}
+
 /// `CUBE_INODES=100000 cargo test --release -p cube-fsd g1_ -- --nocapture` tells what it costs.
 #[test]
 fn g1_many_nodes_and_fifty_handles() {
     let nodes = std::env::var("CUBE_INODES").ok().and_then(|text| text.parse().ok());
     let nodes: u64 = nodes.unwrap_or(1000);
     let share = tempdir().unwrap();
-    let mut guest = mounted(share.path());
+    // As many as there are descriptors on most hosts, and fewer than on some.
+    let mut guest = cramped(share.path(), 15_000);
     let known = tree(&mut guest, nodes.div_ceil(100), 100);
     let files = known.iter().filter(|(_, path)| path.contains('/'));
     let open: Vec<_> =
@@ -149,7 +163,7 @@ fn g1_many_nodes_and_fifty_handles() {
     let saved = start.elapsed();
     drop(guest);
     for policy in [Policy::Tolerant, Policy::Strict] {
-        let mut server = Local::new(share.path(), Settings::default(), policy);
+        let mut server = Local::limited(share.path(), Settings::default(), policy, 15_000);
         let start = Instant::now();
         let report = server.load(&state).unwrap().unwrap();
         println!(
