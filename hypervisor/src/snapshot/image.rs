@@ -5,12 +5,12 @@
 //! data, one after the other.
 
 use std::fs::File;
-use std::io::{self, Write};
+use std::io::{self, IoSlice, Write};
 use std::ops::Range;
 use std::os::unix::fs::FileExt;
 
-use devices::memory::{Bytes, GuestAddress, Memory};
-use vm_memory::{GuestMemoryBackend, GuestMemoryRegion};
+use devices::memory::Memory;
+use vm_memory::{GuestMemoryBackend, GuestMemoryRegion, MemoryRegionAddress};
 
 use super::pages::PageSet;
 use super::sums::{CHUNK, PAGE, Sums, is_zero};
@@ -23,37 +23,39 @@ pub struct Written {
     pub bytes: u64,
 }
 
-/// Reads guest RAM at a place that is counted through its regions without the gap between them.
-fn read_at(memory: &Memory, mut at: u64, mut buffer: &mut [u8]) -> io::Result<()> {
+/// Guest RAM from `at` on, which is counted through its regions without the gap between them: `len`
+/// bytes, or less if a region ends before.
+///
+/// Must not be used beyond the time for which the VM stands still.
+fn content(memory: &Memory, mut at: u64, len: usize) -> io::Result<&[u8]> {
     for region in memory.iter() {
-        if at >= region.len() || buffer.is_empty() {
-            at = at.saturating_sub(region.len());
+        if at >= region.len() {
+            at -= region.len();
             continue;
         }
-        let here = usize::try_from(region.len() - at).unwrap_or(usize::MAX).min(buffer.len());
-        let (part, rest) = buffer.split_at_mut_checked(here).unwrap_or_default();
-        let address = GuestAddress(region.start_addr().0 + at);
-        memory.read_slice(part, address).map_err(io::Error::other)?;
-        (buffer, at) = (rest, 0);
+        let len = usize::try_from(region.len() - at).unwrap_or(usize::MAX).min(len);
+        let slice = region.get_slice(MemoryRegionAddress(at), len).map_err(io::Error::other)?;
+        // SAFETY: the slice is a part of a live mapping, which `memory` keeps. Nobody writes to it:
+        // the vCPUs are parked, devices have nothing in flight, and no other process maps it.
+        return Ok(unsafe { std::slice::from_raw_parts(slice.ptr_guard().as_ptr(), len) });
     }
-    if buffer.is_empty() { Ok(()) } else { Err(io::ErrorKind::UnexpectedEof.into()) }
+    Err(io::ErrorKind::UnexpectedEof.into())
 }
 
-/// Gives the content of pages of guest RAM to `act`, at most [`CHUNK`] bytes at a time.
-fn for_each_chunk(
-    memory: &Memory,
+/// Gives the content of pages of guest RAM to `act`, at most [`CHUNK`] bytes at a time: what is looked
+/// at, and then written, is in the processor's cache meanwhile.
+fn for_each_chunk<'m>(
+    memory: &'m Memory,
     pages: &PageSet,
-    mut act: impl FnMut(u64, &[u8]) -> io::Result<()>,
+    mut act: impl FnMut(u64, &'m [u8]) -> io::Result<()>,
 ) -> io::Result<()> {
-    let mut buffer = vec![0; CHUNK];
     for run in pages.runs() {
         let (mut at, end) = (run.start * PAGE as u64, run.end * PAGE as u64);
         while at < end {
             let len = usize::try_from(end - at).unwrap_or(CHUNK).min(CHUNK);
-            let chunk = buffer.get_mut(..len).unwrap_or_default();
-            read_at(memory, at, chunk)?;
+            let chunk = content(memory, at, len)?;
             act(at, chunk)?;
-            at += len as u64;
+            at += chunk.len() as u64;
         }
     }
     Ok(())
@@ -166,7 +168,7 @@ pub fn write_difference(
         runs: Vec::new(),
         // Pages of zeros are not written, so it is not known yet how many there will be.
         sums: Sums::of_zeros(pages.count() * PAGE as u64),
-        pending: Vec::with_capacity(CHUNK),
+        pending: Vec::with_capacity(MOST_PENDING),
         bytes: 0,
     };
     let mut before = vec![0; CHUNK];
@@ -186,18 +188,21 @@ pub fn write_difference(
     difference.finish()
 }
 
-struct Difference<'a> {
-    file: &'a mut File,
+/// Pages that are written at a time: as much as stays in the processor's cache.
+const MOST_PENDING: usize = CHUNK / PAGE;
+
+struct Difference<'f, 'm> {
+    file: &'f mut File,
     runs: Vec<Run>,
     sums: Sums,
     /// Pages that are not in the file yet.
-    pending: Vec<u8>,
+    pending: Vec<IoSlice<'m>>,
     /// All there are, also the pending ones.
     bytes: u64,
 }
 
-impl Difference<'_> {
-    fn add(&mut self, index: u64, page: &[u8]) -> io::Result<()> {
+impl<'m> Difference<'_, 'm> {
+    fn add(&mut self, index: u64, page: &'m [u8]) -> io::Result<()> {
         let zero = is_zero(page);
         match self.runs.last_mut().filter(|run| run.zero == zero && run.pages.end == index) {
             Some(run) => run.pages.end += 1,
@@ -208,25 +213,36 @@ impl Difference<'_> {
         }
         self.sums.add(self.bytes, page);
         self.bytes += page.len() as u64;
-        self.pending.extend_from_slice(page);
-        if self.pending.len() >= CHUNK {
-            self.file.write_all(&self.pending)?;
-            self.pending.clear();
+        self.pending.push(IoSlice::new(page));
+        if self.pending.len() >= MOST_PENDING { self.flush() } else { Ok(()) }
+    }
+
+    fn flush(&mut self) -> io::Result<()> {
+        let mut left = &mut self.pending[..];
+        while !left.is_empty() {
+            match self.file.write_vectored(left) {
+                Ok(0) => return Err(io::ErrorKind::WriteZero.into()),
+                Ok(written) => IoSlice::advance_slices(&mut left, written),
+                Err(error) if error.kind() == io::ErrorKind::Interrupted => {}
+                Err(error) => return Err(error),
+            }
         }
+        self.pending.clear();
         Ok(())
     }
 
-    fn finish(self) -> io::Result<(Vec<Run>, Written)> {
-        self.file.write_all(&self.pending)?;
-        let mut sums = self.sums;
-        sums.shorten(self.bytes);
-        Ok((self.runs, Written { sums, bytes: self.bytes }))
+    fn finish(mut self) -> io::Result<(Vec<Run>, Written)> {
+        self.flush()?;
+        self.sums.shorten(self.bytes);
+        Ok((self.runs, Written { sums: self.sums, bytes: self.bytes }))
     }
 }
 
 #[cfg(test)]
 mod tests {
     use std::os::unix::fs::MetadataExt;
+
+    use devices::memory::{Bytes, GuestAddress};
 
     use super::super::pages;
     use super::*;
@@ -250,10 +266,10 @@ mod tests {
         (image, written)
     }
 
-    fn content(memory: &Memory, place: u64) -> [u8; 16] {
-        let mut read = [0; 16];
-        memory.read_slice(&mut read, GuestAddress(place)).unwrap();
-        read
+    fn read(memory: &Memory, place: u64) -> [u8; 16] {
+        let mut bytes = [0; 16];
+        memory.read_slice(&mut bytes, GuestAddress(place)).unwrap();
+        bytes
     }
 
     #[test]
@@ -265,7 +281,7 @@ mod tests {
         assert_eq!(Sums::of_file(&image, BYTES).unwrap(), written.sums);
         let again = crate::memory::from_image(BYTES, image.try_clone().unwrap()).unwrap();
         for (place, pattern) in PLACES.into_iter().zip(1_u8..) {
-            assert_eq!(content(&again, place), [pattern; 16], "{place:#x}");
+            assert_eq!(read(&again, place), [pattern; 16], "{place:#x}");
         }
         // Writes stay in the mapping.
         again.write_slice(&[9; 16], GuestAddress(0x1234)).unwrap();
@@ -285,9 +301,9 @@ mod tests {
         let (image, third) = whole(&again);
         assert!(third.sums != first.sums && third.bytes == first.bytes);
         let last = crate::memory::from_image(BYTES, image).unwrap();
-        assert_eq!(content(&last, PLACES[1]), [0; 16]);
-        assert_eq!(content(&last, 0x10_0000), [7; 16]);
-        assert_eq!(content(&last, PLACES[4]), [5; 16]);
+        assert_eq!(read(&last, PLACES[1]), [0; 16]);
+        assert_eq!(read(&last, 0x10_0000), [7; 16]);
+        assert_eq!(read(&last, PLACES[4]), [5; 16]);
     }
 
     #[test]
