@@ -269,7 +269,11 @@ impl Vm {
                 tracing::warn!(%error, "device not taken out");
             }
             for (_, transport) in self.transports.extract_if(.., |(other, _)| other == &id) {
-                lock(&transport).lifecycle().pause();
+                let mut transport = lock(&transport);
+                transport.lifecycle().pause();
+                if !transport.lifecycle().writes_are_logged() {
+                    self.tracking.forget_log();
+                }
             }
             self.config.disks.retain(|disk| disk.id != id.as_str());
             self.config.net.retain(|card| card.id != id.as_str());

@@ -102,6 +102,14 @@ impl Tracking {
         Some(changed)
     }
 
+    /// Somebody whose writes are not logged was there, and is gone: the log does not know of all of
+    /// them.
+    pub fn forget_log(&mut self) {
+        if let Some(Log(since)) = &mut self.log {
+            since.clear();
+        }
+    }
+
     /// Starts the log, if it is not on yet. While the VM stands still.
     pub fn start(&mut self, handle: &VmHandle, memory: &Memory) -> Result<(), KvmError> {
         if self.log.is_none() {
