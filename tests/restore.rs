@@ -26,9 +26,19 @@ const NOT_READY: i32 = 117;
 
 /// A snapshot of a guest that has ended, and its last letter.
 fn saved() -> (Counter, char) {
+    saved_with(&[])
+}
+
+/// The same, of which the disk stays outside.
+fn saved_without_its_disk() -> (Counter, char) {
+    saved_with(&["--disk-clone", "data=none"])
+}
+
+fn saved_with(options: &[&str]) -> (Counter, char) {
     let counter = Counter::new();
     let original = counter.start("mmio");
-    counter.ask(&["snapshot", "api", counter.dir(), "--keep-paused"]).output(0);
+    let words = ["snapshot", "api", counter.dir(), "--keep-paused"];
+    counter.ask(&[&words[..], options].concat()).output(0);
     let last = follows('a', &counter.end("api", original));
     (counter, last)
 }
@@ -224,7 +234,7 @@ fn files_of_the_host_that_a_snapshot_names_need_consent() {
     if may_skip() {
         return;
     }
-    let (counter, last) = saved();
+    let (counter, last) = saved_without_its_disk();
     let restore = |options: &[&str]| {
         let call = counter.place.call(["restore", counter.dir(), "--api-socket", "copy"]);
         call.arguments(options).start()
@@ -240,7 +250,7 @@ fn disks_that_are_not_as_they_were_are_refused() {
     if may_skip() {
         return;
     }
-    let (counter, _) = saved();
+    let (counter, _) = saved_without_its_disk();
     let disk = counter.place.given_path("disk");
     let refused = |options: &[&str], why: &[&str]| {
         counter.restore("copy", options).end().assert_refused(why);
