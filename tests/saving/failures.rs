@@ -67,7 +67,7 @@ fn storage_that_fails_leaves_nothing_and_loses_nothing() {
     let base = guests.dir("base");
     guests.save("api", &base, &["--track"]);
     let dir = failing.join("snapshot");
-    guests.ask(&["snapshot", "api", text(&dir)]).assert_refused(&["Input/output error"]);
+    guests.ask(&["snapshot", "api", text(&dir)]).assert_refused(&["cannot be written"]);
     assert!(!dir.exists() && !failing.join("snapshot.tmp").exists());
     assert_nothing_is_lost(&guests, &original, &base);
     follows('a', &guests.end("api", original));
