@@ -129,7 +129,7 @@ impl Sandbox {
         process.start()?;
         let exec = process.name.exec.as_str();
         let started = if exec.is_empty() {
-            oci::start(&vm.guest, &container.id).await
+            self.start_first(&vm, container).await
         } else {
             self.start_exec(&vm, container, process).await
         };
@@ -140,9 +140,15 @@ impl Sandbox {
         started
     }
 
+    async fn start_first(&self, vm: &Vm, container: &Container) -> Result<()> {
+        container.init.connect_input(&vm.guest).await?;
+        oci::start(&vm.guest, &container.id).await
+    }
+
     async fn start_exec(&self, vm: &Vm, container: &Container, process: &Process) -> Result<()> {
         let (id, exec) = (container.id.as_str(), process.name.exec.as_str());
         process.launch(&vm.guest, oci::exec(id, exec)).await?;
+        process.connect_input(&vm.guest).await?;
         oci::created(&vm.guest, id, exec).await.map(drop)
     }
 

@@ -99,6 +99,20 @@ impl Process {
         Ok(())
     }
 
+    /// Passes the client's input on from now on. It must have been launched.
+    pub async fn connect_input(&self, guest: &Guest) -> Result<()> {
+        let (keeper, streams) = {
+            let state = self.state();
+            (state.keeper, state.streams.clone())
+        };
+        match (keeper, streams) {
+            (Some(keeper), Some(streams)) => {
+                streams.connect_input(&self.stdio, guest, keeper).await
+            }
+            _ => Err(Error::State(format!("{} is not in the guest", self.name))),
+        }
+    }
+
     /// Its keeper in the guest.
     pub fn keeper(&self) -> Option<ProcessId> {
         self.state().keeper

@@ -10,7 +10,7 @@
 use std::fs::{File, OpenOptions};
 use std::io;
 use std::os::unix::fs::{FileTypeExt, OpenOptionsExt};
-use std::sync::{Mutex, PoisonError};
+use std::sync::{Mutex, MutexGuard, PoisonError};
 use std::time::Duration;
 
 use guest_protocol::{ProcessId, Stream};
@@ -131,9 +131,8 @@ impl Sink {
     }
 }
 
-/// The client's ends, open before the process is started.
+/// The client's ends for output, open before the process is there.
 pub struct Ends {
-    stdin: Option<(pipe::Receiver, File)>,
     stdout: Option<Sink>,
     stderr: Option<Sink>,
 }
@@ -141,19 +140,6 @@ pub struct Ends {
 impl Ends {
     /// Opens them, and waits for a client that is about to.
     pub async fn open(stdio: &Stdio) -> Result<Self> {
-        let stdin = if stdio.has(Stream::Stdin) {
-            let path = path(&stdio.stdin);
-            let opened = pipe::OpenOptions::new().open_receiver(path).and_then(|receiver| {
-                // Keeps the stream open until the client says that it has ended, or has opened
-                // its own end and closed it.
-                let mut hold = OpenOptions::new();
-                hold.write(true).custom_flags(libc::O_NONBLOCK | libc::O_CLOEXEC);
-                Ok((receiver, hold.open(path)?))
-            });
-            Some(opened.map_err(failed(format!("open {path} for input")))?)
-        } else {
-            None
-        };
         let sink = async |stream, value: &str| match stdio.has(stream) {
             true => Sink::open(value).await.map(Some),
             false => Ok(None),
@@ -162,7 +148,7 @@ impl Ends {
             sink(Stream::Stdout, &stdio.stdout),
             sink(Stream::Stderr, &stdio.stderr)
         )?;
-        Ok(Self { stdin, stdout, stderr })
+        Ok(Self { stdout, stderr })
     }
 
     /// Connects them with the streams of a process that has been started.
@@ -178,21 +164,7 @@ impl Ends {
                 });
             }
         }
-        let mut hold = None;
-        let mut input = JoinSet::new();
-        if let Some((mut from, file)) = self.stdin {
-            hold = Some(file);
-            let mut to = guest.attach(process, Stream::Stdin).await?;
-            input.spawn(async move {
-                // A process that reads no more closes the connection: nothing to report.
-                let _ = tokio::io::copy(&mut from, &mut to).await;
-                let _ = to.shutdown().await;
-                // The agent closes its side when the process has got all of it.
-                let _ = tokio::io::copy(&mut to, &mut tokio::io::sink()).await;
-            });
-        }
-        let output = tokio::sync::Mutex::new(output);
-        Ok(Streams { output, _input: input, hold: Mutex::new(hold) })
+        Ok(Streams { output: tokio::sync::Mutex::new(output), input: Mutex::default() })
     }
 }
 
@@ -200,14 +172,59 @@ impl Ends {
 #[derive(Debug)]
 pub struct Streams {
     output: tokio::sync::Mutex<JoinSet<()>>,
-    _input: JoinSet<()>,
-    hold: Mutex<Option<File>>,
+    input: Mutex<Input>,
+}
+
+#[derive(Debug, Default)]
+struct Input {
+    passing: JoinSet<()>,
+    /// A writing end, without which the input ends with the client's.
+    hold: Option<File>,
+    closed: bool,
 }
 
 impl Streams {
+    fn input(&self) -> MutexGuard<'_, Input> {
+        self.input.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    /// Connects the client's input, if it gives any. A client waits for this before it writes, and
+    /// can only say that its input has ended when it knows the process, so it comes with the
+    /// process's start, not before.
+    pub async fn connect_input(
+        &self,
+        stdio: &Stdio,
+        guest: &Guest,
+        process: ProcessId,
+    ) -> Result<()> {
+        if !stdio.has(Stream::Stdin) {
+            return Ok(());
+        }
+        let mut to = guest.attach(process, Stream::Stdin).await?;
+        let path = path(&stdio.stdin);
+        let opened = pipe::OpenOptions::new().open_receiver(path).and_then(|receiver| {
+            let mut hold = OpenOptions::new();
+            hold.write(true).custom_flags(libc::O_NONBLOCK | libc::O_CLOEXEC);
+            Ok((receiver, hold.open(path)?))
+        });
+        let (mut from, hold) = opened.map_err(failed(format!("open {path} for input")))?;
+        let mut input = self.input();
+        input.hold = (!input.closed).then_some(hold);
+        input.passing.spawn(async move {
+            // A process that reads no more closes the connection: nothing to report.
+            let _ = tokio::io::copy(&mut from, &mut to).await;
+            let _ = to.shutdown().await;
+            // The agent closes its side when the process has got all of it.
+            let _ = tokio::io::copy(&mut to, &mut tokio::io::sink()).await;
+        });
+        Ok(())
+    }
+
     /// The client will write no more.
     pub fn close_input(&self) {
-        *self.hold.lock().unwrap_or_else(PoisonError::into_inner) = None;
+        let mut input = self.input();
+        input.closed = true;
+        input.hold = None;
     }
 
     /// Waits until all output has been passed on, `patience` at most.
