@@ -319,6 +319,11 @@ impl Sandbox {
             )));
         }
         process.drain().await;
+        if let Ok(vm) = self.running_vm(container)
+            && let Err(error) = oci::forget(&vm.guest, &container.id, &process.name.exec).await
+        {
+            tracing::warn!(%error, process = %process.name, "a process's record is left in the guest");
+        }
         container.forget(&process.name.exec);
         let path = self.place.container(&container.id).join(oci::exec_file(&process.name.exec));
         let _ = std::fs::remove_file(path);

@@ -130,6 +130,14 @@ pub async fn delete(guest: &Guest, id: &str) -> Result<()> {
     }
 }
 
+/// Forgets a further process, so that its name can be used again without being taken for it.
+pub async fn forget(guest: &Guest, id: &str, exec: &str) -> Result<()> {
+    match run(guest, ["delete", "--exec", exec, id]).await {
+        Err(Error::NotFound(_)) => Ok(()),
+        done => done.map(drop),
+    }
+}
+
 /// Freezes a container's processes.
 pub async fn pause(guest: &Guest, id: &str) -> Result<()> {
     run(guest, ["pause", id]).await.map(drop)
