@@ -261,18 +261,18 @@ fn own(
     saved: &SavedDisk,
     place: DiskPlace<'_>,
 ) -> Result<(PathBuf, File), DiskCopyError> {
-    let mut options = OpenOptions::new();
-    options.read(true).write(true).mode(0o600);
     let (path, to) = match place {
         DiskPlace::Unnamed => {
             let beside = from.parent().unwrap_or(Path::new("/")).to_owned();
-            let to = options.custom_flags(libc::O_TMPFILE).open(&beside);
+            // Also where the file system makes no files without names, as overlayfs may.
+            let to = tempfile::tempfile_in(&beside);
             let path = to.as_ref().map(|to| format!("{UNNAMED}/{}", to.as_raw_fd()));
             (path.map_or(beside, PathBuf::from), to)
         }
         DiskPlace::Folder(folder) => {
             let path = folder.join(disk_file(&saved.id));
-            let to = options.create_new(true).open(&path);
+            let mut options = OpenOptions::new();
+            let to = options.read(true).write(true).mode(0o600).create_new(true).open(&path);
             (path, to)
         }
     };
