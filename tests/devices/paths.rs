@@ -12,7 +12,6 @@ use devices::virtio::net::{DataPath, Net, NetConfig, Tap};
 use harness::{Place, TestVm, eventually, image, sh, wire};
 use hypervisor::api::Request;
 use libtest_mimic::Trial;
-use serde_json::json;
 
 pub fn trials() -> Vec<Trial> {
     harness::trials![
@@ -162,8 +161,7 @@ fn a_card_of_the_kernels_is_saved_and_goes_on() {
         wire::configure(&vm);
         eventually("the host answers", || pings(&vm));
         let dir = store.given_path("snapshot");
-        let options = json!({"request": "snapshot", "dir": dir, "keep_paused": true});
-        vm.ask(&serde_json::from_value(options).unwrap());
+        vm.save(&dir);
         drop(vm);
         let vm = TestVm::restore(&dir, &["--trust-paths"]);
         eventually("the host answers again", || pings(&vm));
