@@ -200,7 +200,9 @@ async fn redirect(
             done => done?,
         }
         let filter = handle.traffic_filter(index).add();
-        filter.parent(INGRESS).protocol(ALL_PROTOCOLS).redirect(to)?.execute().await?;
+        // The kernel wants it in the order of the network.
+        let protocol = ALL_PROTOCOLS.to_be();
+        filter.parent(INGRESS).protocol(protocol).redirect(to)?.execute().await?;
     }
     Ok(())
 }

@@ -1,7 +1,7 @@
 //! What every runtime has to do.
 
 use harness::containerd::{CUBE, Containerd, RUNC};
-use harness::{eventually, oci_image};
+use harness::{eventually, image, oci_image};
 use libtest_mimic::Trial;
 
 pub fn trials() -> Vec<Trial> {
@@ -15,6 +15,8 @@ pub fn trials() -> Vec<Trial> {
         a_container_is_paused_and_goes_on,
         volumes_arrive_and_read_only_ones_stay_so,
         what_a_container_writes_is_on_the_host_s_snapshot,
+        a_container_has_the_network_of_its_pod,
+        the_host_s_network_is_refused,
     ]
 }
 
@@ -118,4 +120,56 @@ fn what_a_container_writes_is_on_the_host_s_snapshot() {
     let usage = containerd.ctr(["snapshots", "usage", "writes"]);
     assert!(usage.output(0).contains("writes"), "{usage:?}");
     containerd.remove("writes");
+}
+
+/// A network namespace as a plugin leaves it, with the host at the other end.
+struct Pod;
+
+impl Pod {
+    const NAMESPACE: &str = "network:/var/run/netns/cube-test-pod";
+
+    fn make() -> Self {
+        for line in [
+            "netns add cube-test-pod",
+            "link add cube-test-v0 type veth peer name eth0 netns cube-test-pod",
+            "addr add 10.94.0.1/24 dev cube-test-v0",
+            "link set cube-test-v0 up",
+            "-n cube-test-pod addr add 10.94.0.2/24 dev eth0",
+            "-n cube-test-pod link set eth0 mtu 1400 up",
+            "-n cube-test-pod route add default via 10.94.0.1",
+        ] {
+            image::host("ip", &line.split(' ').collect::<Vec<_>>());
+        }
+        Self
+    }
+}
+
+impl Drop for Pod {
+    fn drop(&mut self) {
+        // The other end goes with it.
+        image::host("ip", &["netns", "delete", "cube-test-pod"]);
+    }
+}
+
+fn a_container_has_the_network_of_its_pod() {
+    let containerd = Containerd::start();
+    let _pod = Pod::make();
+    let words = ["run", "--rm", "--runtime", CUBE, "--with-ns", Pod::NAMESPACE, oci_image::NAME];
+    let script = "ip addr show eth0; ip route; ping -c 2 10.94.0.1";
+    for id in ["first", "second"] {
+        let said = containerd.ctr(words.into_iter().chain([id, "sh", "-c", script]));
+        for expected in
+            ["mtu 1400", "inet 10.94.0.2/24", "default via 10.94.0.1", "2 packets received"]
+        {
+            assert!(said.output(0).contains(expected), "{expected} is not in {said:?}");
+        }
+    }
+}
+
+fn the_host_s_network_is_refused() {
+    let containerd = Containerd::start();
+    let words = ["run", "--rm", "--net-host", "--runtime", CUBE, oci_image::NAME, "host", "true"];
+    let said = containerd.ctr(words);
+    assert_ne!(said.code, 0);
+    assert!(said.stderr.contains("leave out hostNetwork (--net-host)"), "{said:?}");
 }
