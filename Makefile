@@ -25,7 +25,7 @@ test: build lint unit native guest ## Install, build, and run every check and te
 
 build: packages ## Build the VMM, the shim, the guest kernel and the root images
 	$(call step,VMM and shim)
-	@cargo build --release -p cube-vmm -p cube-fsd -p cube-benches -p containerd-shim-cube
+	@cargo build --release -p cube-vmm -p cube-fsd -p containerd-shim-cube
 	$(call step,Guest kernel (the first time takes about ten minutes))
 	@guest-kernel/build.sh
 	$(call step,Root images)
@@ -65,6 +65,8 @@ guest: ## Run the tests of Linux guests, on hardware KVM or in the lab
 	@cargo test -p cube-tests --test boot --test api --test devices --test containers --test shim
 
 bench: build ## Measure the boot (see benches/README.md for more)
+	$(call step,Benches)
+	@cargo build --release -p cube-benches
 	$(call step,Floor)
 	@$(TARGET)/release/floor
 

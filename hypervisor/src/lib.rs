@@ -28,6 +28,7 @@ pub mod metrics;
 pub mod outcome;
 pub mod pci_slots;
 pub mod plug;
+pub mod position;
 pub mod shares;
 pub mod signals;
 pub mod snapshot;

@@ -13,6 +13,7 @@ use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::mpsc::{Receiver, Sender, channel};
 use std::sync::{Arc, Mutex, PoisonError};
 use std::thread::JoinHandle;
+use std::time::Duration;
 
 use devices::bus::Bus;
 use devices::metrics::{Count, Meter, Metered, Metric};
@@ -165,6 +166,12 @@ impl Vcpu {
     /// Waits until the last command has been carried out.
     pub fn wait(&self) -> Result<(), VcpuError> {
         self.acknowledged.recv().map_err(|_| VcpuError::Gone(self.id))
+    }
+
+    /// As [`Vcpu::wait`], but no longer than `limit`. A vCPU for which this was false can only be
+    /// ended.
+    pub fn wait_for(&self, limit: Duration) -> bool {
+        self.acknowledged.recv_timeout(limit).is_ok()
     }
 
     /// Runs `work` on the vCPU's thread and gives what it gives. Only while the vCPU is parked;

@@ -1,9 +1,11 @@
 //! The main function of tests that need real guests. They run here if this machine's KVM runs Linux
 //! guests, and in the lab otherwise, without the person doing anything.
 
-use std::env;
-use std::process::{Command, ExitCode};
+use std::io::{self, Seek as _};
+use std::process::{Command, ExitCode, ExitStatus};
+use std::sync::{Mutex, MutexGuard, PoisonError};
 use std::time::Instant;
+use std::{env, fs, thread};
 
 use libtest_mimic::{Arguments, Trial};
 
@@ -69,18 +71,26 @@ const LABS: u32 = 2;
 fn in_labs(arguments: &Arguments, trials: &[Trial]) -> ExitCode {
     eprintln!("no KVM that runs Linux guests here (see cube-vmm doctor): running in the lab");
     if arguments.filter.is_some() || !arguments.skip.is_empty() {
-        return in_lab(&[]);
+        return if in_lab(&[], Told::AtOnce) { ExitCode::SUCCESS } else { ExitCode::FAILURE };
     }
     let group =
         |trial: &Trial| trial.name().split_once("::").map(|(group, _)| format!("{group}::"));
     let mut groups: Vec<String> = trials.iter().filter_map(group).collect();
     groups.dedup();
-    let mut failed = Vec::new();
-    for group in groups {
-        if in_lab(std::slice::from_ref(&group)) != ExitCode::SUCCESS {
-            failed.push(group);
+    let labs = labs_at_once();
+    let told = if labs > 1 { Told::AtTheEnd } else { Told::AtOnce };
+    let (waiting, failed) = (Mutex::new(groups.into_iter()), Mutex::new(Vec::new()));
+    let work = || {
+        loop {
+            let Some(group) = lock(&waiting).next() else { return };
+            eprintln!("in the lab: {group}");
+            if !in_lab(std::slice::from_ref(&group), told) {
+                lock(&failed).push(group);
+            }
         }
-    }
+    };
+    thread::scope(|scope| (0..labs).for_each(|_| drop(scope.spawn(work))));
+    let failed = lock(&failed);
     if failed.is_empty() {
         return ExitCode::SUCCESS;
     }
@@ -88,35 +98,71 @@ fn in_labs(arguments: &Arguments, trials: &[Trial]) -> ExitCode {
     ExitCode::FAILURE
 }
 
+fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
+    mutex.lock().unwrap_or_else(PoisonError::into_inner)
+}
+
+/// Labs that run beside each other: `CUBE_LABS`, or as many as there are processors and memory for,
+/// and no more than two, since tests measure time in them.
+fn labs_at_once() -> usize {
+    if let Some(count) = env::var("CUBE_LABS").ok().and_then(|text| text.parse().ok()) {
+        return std::cmp::max(count, 1);
+    }
+    const MEMORY: u64 = 7 << 20; // KiB that a lab may come to take
+    let read = fs::read_to_string("/proc/meminfo").unwrap_or_default();
+    let free = read
+        .lines()
+        .find_map(|line| line.strip_prefix("MemAvailable:")?.trim().strip_suffix(" kB"));
+    let free: u64 = free.and_then(|text| text.parse().ok()).unwrap_or(0);
+    let processors = thread::available_parallelism().map_or(1, usize::from);
+    processors.min(usize::try_from(free / MEMORY).unwrap_or(1)).clamp(1, 2)
+}
+
+/// When the output of a lab is shown.
+#[derive(Clone, Copy, PartialEq)]
+enum Told {
+    AtOnce,
+    AtTheEnd,
+}
+
 /// Runs this again in the lab; a lab that goes down is replaced by a new one.
-fn in_lab(filter: &[String]) -> ExitCode {
+fn in_lab(filter: &[String], told: Told) -> bool {
     let lab = repository().join("tests/lab/run");
     let exe = match env::current_exe() {
         Ok(exe) => exe,
         Err(error) => {
             eprintln!("the path of this program is unknown: {error}");
-            return ExitCode::FAILURE;
+            return false;
         }
     };
     for attempt in 1..=LABS {
         let mut command = Command::new(&lab);
         command.args(["--timeout", LAB_TIMEOUT, "--"]).arg(&exe);
         command.args(env::args_os().skip(1)).args(filter);
-        match command.status() {
+        match ended(&mut command, told) {
             Ok(status) if status.code() == Some(LAB_FAILED) && attempt < LABS => {
                 eprintln!(
                     "the lab itself failed (attempt {attempt} of {LABS}): once more from the start"
                 );
             }
-            Ok(status) => {
-                let code = status.code().and_then(|code| u8::try_from(code).ok());
-                return code.map_or(ExitCode::FAILURE, ExitCode::from);
-            }
+            Ok(status) => return status.success(),
             Err(error) => {
                 eprintln!("{} cannot be run: {error}", lab.display());
-                return ExitCode::FAILURE;
+                return false;
             }
         }
     }
-    ExitCode::FAILURE
+    false
+}
+
+/// Runs it to its end. What it says is shown at once, or in one piece when it has ended.
+fn ended(command: &mut Command, told: Told) -> io::Result<ExitStatus> {
+    if told == Told::AtOnce {
+        return command.status();
+    }
+    let mut said = tempfile::tempfile()?;
+    let status = command.stdout(said.try_clone()?).stderr(said.try_clone()?).status();
+    said.rewind()?;
+    io::copy(&mut said, &mut io::stderr().lock())?;
+    status
 }

@@ -257,13 +257,14 @@ impl Run {
 
     fn timed_out(&mut self, timeout: Duration) -> u8 {
         self.command = None;
+        let stands = self.control.vm().positions();
         self.control.kill();
         if let Some((signal, _)) = self.signalled {
             return by_signal(signal);
         }
         self.fail(&format!(
             "the guest's agent did not answer within {} s; raise --boot-timeout, or look at the \
-             whole console with --console serial",
+             whole console with --console serial; {stands}",
             timeout.as_secs()
         ));
         EXIT_NOT_READY

@@ -117,9 +117,11 @@ pub(super) fn until_the_end(
                 control.power_off(SIGNAL_GRACE);
             }
             Happening::TimedOut => {
+                let stands = control.vm().positions();
                 control.kill();
                 let seconds = patience.unwrap_or_default().as_secs();
-                report(control, &format!("the guest's agent did not answer within {seconds} s"));
+                let late = "the guest's agent did not answer within";
+                report(control, &format!("{late} {seconds} s; {stands}"));
                 return EXIT_NOT_READY;
             }
             Happening::Finished => {}
