@@ -39,7 +39,19 @@ pub struct ConsoleLog {
     ring: Arc<Mutex<VecDeque<u8>>>,
     dropped: Arc<Count>,
     forward: Option<SyncSender<Vec<u8>>>,
-    virtio: Option<ConsoleOutput>,
+    virtio: Option<Arc<VirtioLog>>,
+}
+
+/// A virtio console whose output a thread brings in. The thread ends with it.
+struct VirtioLog {
+    output: ConsoleOutput,
+    stop: Event,
+}
+
+impl Drop for VirtioLog {
+    fn drop(&mut self) {
+        self.stop.signal();
+    }
 }
 
 impl ConsoleLog {
@@ -61,16 +73,19 @@ impl ConsoleLog {
         Ok(Self { forward: Some(sender), ..Self::default() })
     }
 
-    /// Takes in a virtio console too, whose output goes the same ways.
+    /// Takes in a virtio console too, whose output goes the same ways, by a thread that ends with the
+    /// last clone.
     pub fn with_virtio(mut self) -> io::Result<Self> {
-        let output = ConsoleOutput::new(KEPT);
+        let (output, stop) = (ConsoleOutput::new(KEPT), Event::new()?);
         let mut reader = output.subscribe()?;
-        let mut log = self.clone();
+        // Without the virtio console, or it would keep itself.
+        let (mut log, stopped) = (self.clone(), stop.clone());
         std::thread::Builder::new().name("hvc".to_owned()).spawn(move || {
             let mut piece = vec![0; 4096];
             loop {
                 match reader.read(&mut piece) {
-                    0 => wait_for(reader.event()),
+                    0 if wait_for(reader.event(), &stopped) => {}
+                    0 => return,
                     count => {
                         // A log takes everything.
                         let _ = log.write_all(piece.get(..count).unwrap_or_default());
@@ -78,19 +93,19 @@ impl ConsoleLog {
                 }
             }
         })?;
-        self.virtio = Some(output);
+        self.virtio = Some(Arc::new(VirtioLog { output, stop }));
         Ok(self)
     }
 
     /// Where a virtio console prints, if there is one.
     pub fn virtio_output(&self) -> Option<&ConsoleOutput> {
-        self.virtio.as_ref()
+        self.virtio.as_ref().map(|virtio| &virtio.output)
     }
 
     /// What the virtio console has kept, which may not have come through its thread yet.
     fn virtio_kept(&self) -> Vec<u8> {
         let mut kept = Vec::new();
-        let reader = self.virtio.as_ref().and_then(|output| output.subscribe().ok());
+        let reader = self.virtio_output().and_then(|output| output.subscribe().ok());
         if let Some(mut reader) = reader {
             let mut piece = vec![0; 4096];
             loop {
@@ -156,11 +171,13 @@ impl Write for ConsoleLog {
     }
 }
 
-/// Waits until `event` is signalled.
-fn wait_for(event: &Event) {
-    let mut poll = [PollFd::new(event.as_fd(), PollFlags::POLLIN)];
+/// Waits until `event` is signalled; false when only `stop` is, and so nothing is left to wait for.
+fn wait_for(event: &Event, stop: &Event) -> bool {
+    let wanted = |event| PollFd::new(event, PollFlags::POLLIN);
+    let mut poll = [wanted(event.as_fd()), wanted(stop.as_fd())];
     // An interruption is as good as a signal: the reader looks again.
-    let _ = nix::poll::poll(&mut poll, PollTimeout::NONE);
+    let interrupted = nix::poll::poll(&mut poll, PollTimeout::NONE).is_err();
+    interrupted || poll.first().and_then(PollFd::any).unwrap_or(true)
 }
 
 #[cfg(test)]
@@ -182,6 +199,32 @@ mod tests {
         let mut log = ConsoleLog::new();
         log.write_all(b"\x1b[2Jhello\x07\n\n").unwrap();
         assert_eq!(log.tail(5), ["[2Jhello"]);
+    }
+
+    #[test]
+    fn both_threads_end_with_the_last_clone_and_what_was_printed_is_passed_on() {
+        /// Tells when it is dropped, with its thread.
+        struct Told(std::sync::mpsc::Sender<Vec<u8>>);
+        impl Write for Told {
+            fn write(&mut self, data: &[u8]) -> io::Result<usize> {
+                let _ = self.0.send(data.to_vec());
+                Ok(data.len())
+            }
+            fn flush(&mut self) -> io::Result<()> {
+                Ok(())
+            }
+        }
+        let (sender, told) = std::sync::mpsc::channel();
+        let log = ConsoleLog::forwarding(Told(sender)).unwrap().with_virtio().unwrap();
+        let (clone, output) = (log.clone(), log.virtio_output().unwrap().clone());
+        drop(log);
+        output.write(b"first ");
+        let mut said = told.recv().unwrap();
+        output.write(b"last");
+        drop(clone);
+        // Ends only when both threads have: one has the sink, the other a way to it.
+        said.extend(told.iter().flatten());
+        assert_eq!(said, b"first last");
     }
 
     #[test]

@@ -126,8 +126,42 @@ fn scripts() -> Vec<Vec<u8>> {
     SCRIPTS.iter().map(|script| script.to_vec()).collect()
 }
 
+/// Most KiB by which the process may grow, whatever a snapshot claims.
+const GROWTH: u64 = 64 << 10;
+
+/// KiB of memory that the process has had at most.
+fn peak() -> u64 {
+    let status = std::fs::read_to_string("/proc/self/status").unwrap();
+    let line = status.lines().find_map(|line| line.strip_prefix("VmHWM:")).unwrap();
+    line.trim().trim_end_matches(" kB").parse().unwrap()
+}
+
+/// Set in the process that a test has to itself.
+const ALONE: &str = "CUBE_TEST_ALONE";
+
+/// Runs the part of a test that must not let its process grow in one that no other test takes memory
+/// in.
+fn without_growing(test: &str, run: impl FnOnce()) {
+    if std::env::var_os(ALONE).is_some() {
+        let before = peak();
+        run();
+        assert!(peak() - before < GROWTH, "it grew from {before} to {} KiB", peak());
+        return;
+    }
+    let mut again = std::process::Command::new(std::env::current_exe().unwrap());
+    again.args(["--exact", &format!("builder::golden::{test}"), "--nocapture"]).env(ALONE, "1");
+    let ended = again.output().unwrap();
+    let [said, told] = [&ended.stdout, &ended.stderr].map(|text| String::from_utf8_lossy(text));
+    println!("{said}");
+    assert!(ended.status.success() && said.contains("1 passed"), "{said}{told}");
+}
+
 #[test]
 fn fuzz_states_with_changes() {
+    without_growing("fuzz_states_with_changes", states_with_changes);
+}
+
+fn states_with_changes() {
     let ground = Ground::new();
     let golden = GOLDEN
         .map(|(manifest, state)| (Manifest::parse(&read(manifest)).unwrap().config, read(state)));
@@ -145,6 +179,10 @@ fn fuzz_states_with_changes() {
 
 #[test]
 fn fuzz_descriptions_with_changes() {
+    without_growing("fuzz_descriptions_with_changes", descriptions_with_changes);
+}
+
+fn descriptions_with_changes() {
     let golden = GOLDEN.map(|(manifest, _)| read(manifest));
     let mut turn = 0;
     fuzz("snapshot descriptions", &scripts(), |script| {
