@@ -122,11 +122,16 @@ pub fn check(
     }
     for (id, path) in files(config) {
         let found = look_at(&id, &path)?;
-        let Some(saved) = manifest.files.iter().find(|saved| saved.id == id) else { continue };
-        if found.bytes != saved.bytes {
-            let (found, expected) = (found.bytes, saved.bytes);
+        // What stands in for a disk that was copied; the copies themselves are checked when they are
+        // taken.
+        let copied = manifest.disks.iter().find(|saved| saved.id == id && consent.is_given(&id));
+        let saved = manifest.files.iter().find(|saved| saved.id == id);
+        let sizes = [copied.map(|disk| disk.bytes), saved.map(|saved| saved.bytes)];
+        if let Some(expected) = sizes.into_iter().flatten().find(|&bytes| bytes != found.bytes) {
+            let found = found.bytes;
             return Err(HostFileError::Size { id, path, found, expected });
         }
+        let Some(saved) = saved else { continue };
         // Whoever names a file has made it for this; a copy has a time of its own.
         if !consent.is_given(&id) && found.modified_unix_nanos != saved.modified_unix_nanos {
             return Err(HostFileError::Changed { id, path });
@@ -285,6 +290,22 @@ mod tests {
         let refusal = ground.check(&given("data")).unwrap_err().to_string();
         assert!(refusal.contains("\"net0\" is the interface \"tap7\""), "{refusal}");
         ground.check(&all()).unwrap();
+    }
+
+    #[test]
+    fn what_stands_in_for_a_copied_disk_has_its_size() {
+        let mut ground = ground();
+        ground.manifest.files.clear();
+        let (path, shared) = ("disk-data".into(), false);
+        ground.manifest.disks =
+            vec![SavedDisk { id: "data".to_owned(), path, bytes: 8192, shared }];
+        let smaller = ground.check(&given("data")).unwrap_err().to_string();
+        assert!(smaller.contains("has 4096 bytes, and had 8192"), "{smaller}");
+        fs::write(ground.disk(), [7; 8193]).unwrap();
+        let larger = ground.check(&given("data")).unwrap_err().to_string();
+        assert!(larger.contains("has 8193 bytes, and had 8192"), "{larger}");
+        fs::write(ground.disk(), [7; 8192]).unwrap();
+        ground.check(&given("data")).unwrap();
     }
 
     #[test]
