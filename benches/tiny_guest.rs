@@ -62,6 +62,43 @@ pub const IDLE: &[u8] = &[
     0xf4, 0xeb, 0xfd,                           // hlt; jmp hlt
 ];
 
+/// Where [`dirtying`] guests write: from 16 MiB on.
+const DIRTIED: u32 = 16 << 20;
+
+/// Writes to each page of `bytes` of memory and prints one byte, again whenever the generation id is
+/// another; meanwhile it writes to the pages of the first `steadily` bytes of them, over and over.
+/// 32-bit, so for the PVH entry only.
+pub fn dirtying(bytes: u32, steadily: u32) -> Vec<u8> {
+    let generation = GENERATION.to_le_bytes();
+    let mut code = vec![0x66, 0xba, 0xf8, 0x03]; // mov dx, 0x3f8
+    let again = code.len();
+    code.extend(write_to_each_page_of(bytes));
+    code.extend([0xb0, b'x', 0xee, 0x8b, 0x1d]); // mov al, 'x'; out dx, al; mov ebx, [GENERATION]
+    code.extend(generation);
+    let wait = code.len();
+    if steadily > 0 {
+        code.extend(write_to_each_page_of(steadily));
+    }
+    code.extend([0x3b, 0x1d]); // cmp ebx, [GENERATION]
+    code.extend(generation);
+    for (jump, to) in [(0x74, wait), (0xeb, again)] {
+        // je wait; jmp again
+        let from = code.len() + 2;
+        code.extend([jump, (to as i64 - from as i64) as u8]);
+    }
+    code
+}
+
+fn write_to_each_page_of(bytes: u32) -> Vec<u8> {
+    let mut code = vec![0xbf]; // mov edi, DIRTIED
+    code.extend(DIRTIED.to_le_bytes());
+    // next: inc dword ptr [edi]; add edi, 4096; cmp edi, DIRTIED + bytes
+    code.extend([0xff, 0x07, 0x81, 0xc7, 0x00, 0x10, 0x00, 0x00, 0x81, 0xff]);
+    code.extend((DIRTIED + bytes).to_le_bytes());
+    code.extend([0x72, 0xf0]); // jb next
+    code
+}
+
 /// The ELF file of [`CODE`].
 pub fn image() -> Vec<u8> {
     image_of(CODE)
@@ -142,6 +179,15 @@ mod tests {
         let note_offset = u64_at(&file, note + 8) as usize;
         assert_eq!(&file[note_offset + 12..note_offset + 16], b"Xen\0");
         assert_eq!(u64_at(&file, note_offset + 16), LOAD_ADDRESS);
+    }
+
+    #[test]
+    fn the_jumps_of_a_guest_that_writes_stay_in_it() {
+        let (quiet, busy) = (dirtying(4096, 0), dirtying(4096, 4096));
+        // je to the comparison, and jmp to behind the first instruction.
+        assert_eq!(quiet[quiet.len() - 4..], [0x74, -8_i8 as u8, 0xeb, 4_u8.wrapping_sub(49)]);
+        assert_eq!(busy.len() - quiet.len(), 21);
+        assert_eq!(busy[busy.len() - 4..][..2], [0x74, -29_i8 as u8]);
     }
 
     #[test]

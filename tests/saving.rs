@@ -7,6 +7,8 @@
 
 #![allow(clippy::unwrap_used, clippy::panic, missing_docs, reason = "tests fail by panics")]
 
+#[path = "saving/ahead.rs"]
+mod ahead;
 #[path = "saving/differences.rs"]
 mod differences;
 #[path = "saving/disks.rs"]

@@ -148,6 +148,9 @@ pub struct SnapshotReport {
     pub memory: MemoryMethod,
     /// Bytes of memory that were written.
     pub memory_bytes: u64,
+    /// Bytes of memory that were read while the guest stood still. The others were written before,
+    /// and did not change since.
+    pub still_bytes: u64,
     /// The copies of disks.
     pub disks: Vec<SavedDisk>,
 }

@@ -97,11 +97,14 @@ impl Control {
 
     fn snapshot(&mut self, request: &SnapshotRequest) -> Result<SnapshotReport, SnapshotError> {
         self.vm.collect_ejected();
-        let job = Job::prepare(&self.vm, request)?;
+        let mut job = Job::prepare(&self.vm, request)?;
+        let runs = self.vm.state() == state::VmState::Running;
+        if runs {
+            job.copy_ahead(&mut self.vm, request)?;
+        }
         let hello = self.hello.as_ref().or(self.said.as_ref());
         // A guest that has ended has its last access not behind it, and its end is on its way to us.
         let ended = || self.events.outcome().is_some();
-        let runs = self.vm.state() == state::VmState::Running;
         let stopped = Instant::now();
         let frozen = if runs {
             let mut paused = self.vm.pause()?;

@@ -22,7 +22,7 @@ fn merged(guests: &Guests, parts: &[PathBuf], name: &str) -> PathBuf {
 
 /// Takes five differences of a VM, each to the one before and the first found in the way `first`.
 /// Each time a whole snapshot is taken of the same instant, and must be what the chain becomes.
-fn chain_of_five(
+pub fn chain_of_five(
     guests: &Guests,
     api: &str,
     running: &Running,

@@ -65,8 +65,13 @@ impl Guests {
 
     /// Starts the guest with further options; it writes when this returns.
     pub fn start(&self, options: &[&str]) -> Running {
-        let kernel = self.place.given("guest", image::kernel(WRITE));
-        let call = self.place.call(["start", "--api-socket", "api", "--memory", MEMORY]);
+        self.start_of(WRITE, MEMORY, options)
+    }
+
+    /// Starts another one, which prints the same.
+    pub fn start_of(&self, code: &[u8], memory: &str, options: &[&str]) -> Running {
+        let kernel = self.place.given("guest", image::kernel(code));
+        let call = self.place.call(["start", "--api-socket", "api", "--memory", memory]);
         let call = call.arguments(["--kernel", &kernel, "--initrd", &kernel]);
         let call = call.arguments(["--boot-protocol", "linux", "--console", "serial"]);
         let call = call.arguments(["--boot-timeout", "1000000"]).arguments(options);

@@ -135,6 +135,20 @@ impl NewFolder {
         Ok(told)
     }
 
+    /// Goes on writing a file that was written since the last [`NewFolder::sync`].
+    pub fn rewrite<T>(
+        &mut self,
+        name: &str,
+        content: impl FnOnce(&mut File) -> io::Result<T>,
+    ) -> Result<T, FolderError> {
+        let path = self.preliminary.join(name);
+        let mut files = self.files.iter_mut();
+        let file = files.find(|(other, _)| *other == path).map(|(_, file)| file);
+        let gone = || io::ErrorKind::NotFound.into();
+        let told = file.ok_or_else(gone).and_then(content);
+        told.map_err(|source| FolderError::Write { path, source })
+    }
+
     /// Opens a file that has been written.
     pub fn read_back(&self, name: &str) -> Result<File, FolderError> {
         let path = self.preliminary.join(name);

@@ -1,19 +1,94 @@
 //! Guest RAM as a file: all of it, or the pages that differ from those of another snapshot.
 //!
 //! All of it is an image, its regions one after the other, with holes for pages of zeros. What
-//! differs are two files: a list of runs of pages, each either zeros or data, and the pages with
-//! data, one after the other.
+//! differs are two files: a list of [`runs`](super::runs) of pages, each either zeros or data, and the
+//! pages with data.
+//!
+//! Either may be written several times: first while the guest runs, when pages may be torn and others
+//! are written to behind it, and then, when it stands still, those that were written to since. What
+//! was right by then is not touched again.
 
 use std::fs::File;
-use std::io::{self, IoSlice, Write};
+use std::io::{self, Seek, SeekFrom, Write};
 use std::ops::Range;
 use std::os::unix::fs::FileExt;
 
 use devices::memory::Memory;
-use vm_memory::{GuestMemoryBackend, GuestMemoryRegion, MemoryRegionAddress};
+use nix::fcntl::{FallocateFlags, fallocate};
 
 use super::pages::PageSet;
-use super::sums::{CHUNK, PAGE, Sums, is_zero};
+pub use super::pieces::Guest;
+use super::pieces::{Gathered, Piece, for_each_batch};
+use super::runs::Run;
+use super::sums::{CHUNK, PAGE, PIECE, Sums, is_zero};
+
+/// Where pages are in a file.
+enum Layout {
+    /// In their places; those that are no holes.
+    Whole(PageSet),
+    /// One after the other.
+    Difference(Dense),
+}
+
+/// The pages of a difference.
+struct Dense {
+    /// Runs with data and where that is, in the order of memory.
+    data: Vec<(Range<u64>, u64)>,
+    /// Those that were written since.
+    fresh: Vec<(Range<u64>, u64)>,
+    zeros: PageSet,
+    /// Of data.
+    bytes: u64,
+}
+
+impl Dense {
+    /// The runs with data, of which those before `from` are known not to be asked for any more: where
+    /// the page `index` is.
+    fn place_of(&self, from: &mut usize, index: u64) -> Option<u64> {
+        while let Some((pages, at)) = self.data.get(*from) {
+            if index < pages.end {
+                return (pages.start <= index).then(|| at + (index - pages.start) * PAGE as u64);
+            }
+            *from += 1;
+        }
+        None
+    }
+
+    /// A place for one more.
+    fn append(&mut self, index: u64) -> u64 {
+        let at = self.bytes;
+        match self.fresh.last_mut().filter(|(pages, _)| pages.end == index) {
+            Some((pages, _)) => pages.end += 1,
+            None => self.fresh.push((index..index + 1, at)),
+        }
+        self.bytes += PAGE as u64;
+        at
+    }
+
+    fn settle(&mut self) {
+        self.data.append(&mut self.fresh);
+        self.data.sort_unstable_by_key(|(pages, _)| pages.start);
+    }
+
+    fn runs(self) -> Vec<Run> {
+        let data = self.data.into_iter().map(|(pages, at)| Run { pages, at: Some(at) });
+        let mut runs: Vec<_> = data.collect();
+        runs.extend(self.zeros.runs().map(|pages| Run { pages, at: None }));
+        runs.sort_unstable_by_key(|run| run.pages.start);
+        runs
+    }
+}
+
+/// Guest RAM that is being written to a file, which must be the same in all calls and was empty before
+/// the first.
+pub struct Image {
+    layout: Layout,
+    /// Bytes of RAM.
+    size: u64,
+    sums: Sums,
+    /// Pages of the file whose checksums are those of something else.
+    altered: PageSet,
+}
 
 /// What has been written of guest RAM.
 pub struct Written {
@@ -21,220 +96,178 @@ pub struct Written {
     pub sums: Sums,
     /// Bytes of it that are no holes.
     pub bytes: u64,
+    /// Of a difference: which pages.
+    pub runs: Option<Vec<Run>>,
 }
 
-/// Guest RAM from `at` on, which is counted through its regions without the gap between them: `len`
-/// bytes, or less if a region ends before.
-///
-/// Must not be used beyond the time for which the VM stands still.
-fn content(memory: &Memory, mut at: u64, len: usize) -> io::Result<&[u8]> {
-    for region in memory.iter() {
-        if at >= region.len() {
-            at -= region.len();
-            continue;
-        }
-        let len = usize::try_from(region.len() - at).unwrap_or(usize::MAX).min(len);
-        let slice = region.get_slice(MemoryRegionAddress(at), len).map_err(io::Error::other)?;
-        // SAFETY: the slice is a part of a live mapping, which `memory` keeps. Nobody writes to it:
-        // the vCPUs are parked, devices have nothing in flight, and no other process maps it.
-        return Ok(unsafe { std::slice::from_raw_parts(slice.ptr_guard().as_ptr(), len) });
+impl Image {
+    /// All of `size` bytes, of which what is never written is zeros.
+    pub fn whole(file: &File, size: u64) -> io::Result<Self> {
+        file.set_len(size)?;
+        Ok(Self::new(Layout::Whole(PageSet::none(size)), size))
     }
-    Err(io::ErrorKind::UnexpectedEof.into())
-}
 
-/// Gives the content of pages of guest RAM to `act`, at most [`CHUNK`] bytes at a time: what is looked
-/// at, and then written, is in the processor's cache meanwhile.
-fn for_each_chunk<'m>(
-    memory: &'m Memory,
-    pages: &PageSet,
-    mut act: impl FnMut(u64, &'m [u8]) -> io::Result<()>,
-) -> io::Result<()> {
-    for run in pages.runs() {
-        let (mut at, end) = (run.start * PAGE as u64, run.end * PAGE as u64);
-        while at < end {
-            let len = usize::try_from(end - at).unwrap_or(CHUNK).min(CHUNK);
-            let chunk = content(memory, at, len)?;
-            act(at, chunk)?;
-            at += chunk.len() as u64;
-        }
+    /// What differs from another image of `size` bytes.
+    pub fn difference(size: u64) -> Self {
+        let zeros = PageSet::none(size);
+        let dense = Dense { data: Vec::new(), fresh: Vec::new(), zeros, bytes: 0 };
+        Self::new(Layout::Difference(dense), size)
     }
-    Ok(())
-}
 
-/// Writes an image of guest RAM, of which all pages but `pages` are known to be zeros.
-pub fn write_whole(file: &mut File, memory: &Memory, pages: &PageSet) -> io::Result<Written> {
-    let size = crate::memory::size(memory);
-    file.set_len(size)?;
-    let mut written = Written { sums: Sums::of_zeros(size), bytes: 0 };
-    for_each_chunk(memory, pages, |at, chunk| {
-        let mut run = 0..0;
-        for (from, page) in (0..).step_by(PAGE).zip(chunk.chunks(PAGE)) {
-            if is_zero(page) {
-                flush(file, at, chunk, &run, &mut written)?;
-                run = from + page.len()..from + page.len();
-            } else {
-                written.sums.add(at + from as u64, page);
-                run.end = from + page.len();
+    fn new(layout: Layout, size: u64) -> Self {
+        // A difference has no more pages than there are.
+        Self { layout, size, sums: Sums::of_zeros(size), altered: PageSet::none(size) }
+    }
+
+    /// Writes those pages as they are now. The last time for each must be after the last write to it.
+    pub fn write(
+        &mut self,
+        file: &mut File,
+        memory: &Memory,
+        pages: &PageSet,
+        guest: Guest,
+    ) -> io::Result<()> {
+        let mut from = 0;
+        for_each_batch(memory, pages, guest, |batch| self.write_batch(file, batch, &mut from))?;
+        if let Layout::Difference(dense) = &mut self.layout {
+            dense.settle();
+        }
+        Ok(())
+    }
+
+    /// Writes those of `pages` that differ from `base`, an image of the same RAM. While nobody writes
+    /// to it, and instead of [`Image::write`].
+    pub fn write_differing(
+        &mut self,
+        file: &mut File,
+        memory: &Memory,
+        pages: &PageSet,
+        base: &File,
+    ) -> io::Result<()> {
+        let (mut before, mut from) = (vec![0; CHUNK], 0);
+        for_each_batch(memory, pages, Guest::Still, |batch| {
+            let mut differing = Vec::new();
+            for &(first, bytes) in batch {
+                let before = before.get_mut(..bytes.len()).unwrap_or_default();
+                base.read_exact_at(before, first * PAGE as u64)?;
+                let both = bytes.chunks(PAGE).zip(before.chunks(PAGE));
+                let both = (first..).zip(both).filter(|(_, (now, before))| now != before);
+                differing.extend(both.map(|(index, (now, _))| (index, now)));
+            }
+            self.write_batch(file, &differing, &mut from)
+        })?;
+        if let Layout::Difference(dense) = &mut self.layout {
+            dense.settle();
+        }
+        Ok(())
+    }
+
+    fn write_batch(
+        &mut self,
+        file: &mut File,
+        batch: &[Piece<'_>],
+        from: &mut usize,
+    ) -> io::Result<()> {
+        let mut gathered = Gathered::new(file);
+        let mut holes = Vec::new();
+        for &(first, bytes) in batch {
+            for (index, offset) in (first..).zip((0..bytes.len()).step_by(PAGE)) {
+                let part = offset..offset + PAGE;
+                let page = bytes.get(part.clone()).unwrap_or_default();
+                match self.place(index, page, from) {
+                    Place::Data(at) => gathered.put(at, bytes, part)?,
+                    Place::Hole => holes.push(index),
+                    Place::None => {}
+                }
             }
         }
-        flush(file, at, chunk, &run, &mut written)
-    })?;
-    Ok(written)
-}
+        gathered.flush()?;
+        holes.into_iter().try_for_each(|index| punch(file, index * PAGE as u64))
+    }
 
-fn flush(
-    file: &File,
-    at: u64,
-    chunk: &[u8],
-    run: &Range<usize>,
-    written: &mut Written,
-) -> io::Result<()> {
-    let bytes = chunk.get(run.clone()).unwrap_or_default();
-    written.bytes += bytes.len() as u64;
-    file.write_all_at(bytes, at + run.start as u64)
-}
-
-/// A run of pages that differ.
-#[derive(Clone, Debug, PartialEq, Eq)]
-pub struct Run {
-    /// Which.
-    pub pages: Range<u64>,
-    /// They are all zeros, so that their content is written nowhere.
-    pub zero: bool,
-}
-
-/// Bytes of a run in a file: its first page, and how many there are, with the highest bit for zeros.
-const RUN: usize = 16;
-const ZERO: u64 = 1 << 63;
-
-/// Most bytes of a list, of so many bytes of RAM.
-pub fn most_bytes_of_runs(bytes: u64) -> u64 {
-    bytes / PAGE as u64 * RUN as u64
-}
-
-/// Why a list of runs is refused.
-#[derive(Debug, thiserror::Error)]
-#[error(
-    "its run of {count} pages from page {first} on is not after the one before it, or not in memory"
-)]
-pub struct BadRun {
-    first: u64,
-    count: u64,
-}
-
-/// The bytes of a list.
-pub fn runs_to_bytes(runs: &[Run]) -> Vec<u8> {
-    let words = runs.iter().flat_map(|run| {
-        let count = run.pages.end - run.pages.start;
-        [run.pages.start, if run.zero { count | ZERO } else { count }]
-    });
-    words.flat_map(u64::to_le_bytes).collect()
-}
-
-/// Reads a list, of `bytes` of RAM, that nobody vouches for.
-pub fn runs_from_bytes(list: &[u8], bytes: u64) -> Result<Vec<Run>, BadRun> {
-    let (mut runs, mut last) = (Vec::with_capacity(list.len() / RUN), 0);
-    for entry in list.chunks(RUN) {
-        let word = |at: usize| -> u64 {
-            let bytes = entry.get(at..at + 8).and_then(|bytes| bytes.try_into().ok());
-            bytes.map_or(0, u64::from_le_bytes)
+    /// Where a page shall be written, as which it counts from now on.
+    fn place(&mut self, index: u64, page: &[u8], from: &mut usize) -> Place {
+        let known = match &mut self.layout {
+            Layout::Whole(data) if data.contains(index) => Some(index * PAGE as u64),
+            Layout::Whole(_) => None,
+            Layout::Difference(dense) => dense.place_of(from, index),
         };
-        let (first, count, zero) = (word(0), word(8) & !ZERO, word(8) & ZERO != 0);
-        let end = first.saturating_add(count);
-        if entry.len() != RUN || count == 0 || first < last || end > bytes / PAGE as u64 {
-            return Err(BadRun { first, count });
+        if let Some(at) = known {
+            self.altered.insert_one(at / PAGE as u64);
         }
-        runs.push(Run { pages: first..end, zero });
-        last = end;
-    }
-    Ok(runs)
-}
-
-/// Bytes of the pages that are written for those runs.
-pub fn bytes_of(runs: &[Run]) -> u64 {
-    let data = runs.iter().filter(|run| !run.zero);
-    data.map(|run| (run.pages.end - run.pages.start) * PAGE as u64).sum()
-}
-
-/// Writes those of `pages` that differ from `base`, an image of the same RAM, or all of them.
-pub fn write_difference(
-    file: &mut File,
-    memory: &Memory,
-    pages: &PageSet,
-    base: Option<&File>,
-) -> io::Result<(Vec<Run>, Written)> {
-    let mut difference = Difference {
-        file,
-        runs: Vec::new(),
-        // Pages of zeros are not written, so it is not known yet how many there will be.
-        sums: Sums::of_zeros(pages.count() * PAGE as u64),
-        pending: Vec::with_capacity(MOST_PENDING),
-        bytes: 0,
-    };
-    let mut before = vec![0; CHUNK];
-    for_each_chunk(memory, pages, |at, chunk| {
-        let before = before.get_mut(..chunk.len()).unwrap_or_default();
-        if let Some(base) = base {
-            base.read_exact_at(before, at)?;
-        }
-        let both = chunk.chunks(PAGE).zip(before.chunks(PAGE));
-        for (index, (page, before)) in (at / PAGE as u64..).zip(both) {
-            if base.is_none() || page != before {
-                difference.add(index, page)?;
-            }
-        }
-        Ok(())
-    })?;
-    difference.finish()
-}
-
-/// Pages that are written at a time: as much as stays in the processor's cache.
-const MOST_PENDING: usize = CHUNK / PAGE;
-
-struct Difference<'f, 'm> {
-    file: &'f mut File,
-    runs: Vec<Run>,
-    sums: Sums,
-    /// Pages that are not in the file yet.
-    pending: Vec<IoSlice<'m>>,
-    /// All there are, also the pending ones.
-    bytes: u64,
-}
-
-impl<'m> Difference<'_, 'm> {
-    fn add(&mut self, index: u64, page: &'m [u8]) -> io::Result<()> {
         let zero = is_zero(page);
-        match self.runs.last_mut().filter(|run| run.zero == zero && run.pages.end == index) {
-            Some(run) => run.pages.end += 1,
-            None => self.runs.push(Run { pages: index..index + 1, zero }),
-        }
-        if zero {
-            return Ok(());
-        }
-        self.sums.add(self.bytes, page);
-        self.bytes += page.len() as u64;
-        self.pending.push(IoSlice::new(page));
-        if self.pending.len() >= MOST_PENDING { self.flush() } else { Ok(()) }
+        let at = match (&mut self.layout, known) {
+            (Layout::Whole(data), Some(_)) if zero => {
+                data.remove(index);
+                return Place::Hole;
+            }
+            (_, Some(at)) => return Place::Data(at),
+            (Layout::Whole(_), None) if zero => return Place::None,
+            (Layout::Whole(data), None) => {
+                data.insert_one(index);
+                index * PAGE as u64
+            }
+            (Layout::Difference(dense), None) if zero => {
+                dense.zeros.insert_one(index);
+                return Place::None;
+            }
+            (Layout::Difference(dense), None) => {
+                dense.zeros.remove(index);
+                dense.append(index)
+            }
+        };
+        self.sums.add(at, page);
+        Place::Data(at)
     }
 
-    fn flush(&mut self) -> io::Result<()> {
-        let mut left = &mut self.pending[..];
-        while !left.is_empty() {
-            match self.file.write_vectored(left) {
-                Ok(0) => return Err(io::ErrorKind::WriteZero.into()),
-                Ok(written) => IoSlice::advance_slices(&mut left, written),
-                Err(error) if error.kind() == io::ErrorKind::Interrupted => {}
-                Err(error) => return Err(error),
+    /// Makes the checksums that are not known yet, of what is in `file`. The guest may run.
+    pub fn finish(mut self, file: &File) -> io::Result<Written> {
+        let bytes = match &self.layout {
+            Layout::Whole(data) => data.count() * PAGE as u64,
+            Layout::Difference(dense) => dense.bytes,
+        };
+        let end = match &self.layout {
+            Layout::Whole(_) => self.size,
+            Layout::Difference(_) => bytes,
+        };
+        self.sums.shorten(end);
+        let mut buffer = vec![0; CHUNK];
+        let mut next = 0;
+        for run in self.altered.runs() {
+            let (start, stop) = (run.start * PAGE as u64, run.end * PAGE as u64);
+            for piece in next.max(start / PIECE)..stop.div_ceil(PIECE) {
+                self.sums.renew(file, piece, end, &mut buffer)?;
+                next = piece + 1;
             }
         }
-        self.pending.clear();
-        Ok(())
+        let runs = match self.layout {
+            Layout::Whole(_) => None,
+            Layout::Difference(dense) => Some(dense.runs()),
+        };
+        Ok(Written { sums: self.sums, bytes, runs })
     }
+}
 
-    fn finish(mut self) -> io::Result<(Vec<Run>, Written)> {
-        self.flush()?;
-        self.sums.shorten(self.bytes);
-        Ok((self.runs, Written { sums: self.sums, bytes: self.bytes }))
+/// What becomes of a page.
+enum Place {
+    /// It is written there.
+    Data(u64),
+    /// What was there is no more.
+    Hole,
+    /// It is written nowhere.
+    None,
+}
+
+/// Makes a page of the file a hole, or zeros where there are no holes.
+fn punch(file: &mut File, at: u64) -> io::Result<()> {
+    let flags = FallocateFlags::FALLOC_FL_PUNCH_HOLE | FallocateFlags::FALLOC_FL_KEEP_SIZE;
+    let (Ok(start), len) = (i64::try_from(at), PAGE as i64) else { return Ok(()) };
+    match fallocate(&*file, flags, start, len) {
+        Err(nix::errno::Errno::EOPNOTSUPP) => {
+            file.seek(SeekFrom::Start(at))?;
+            file.write_all(&[0; PAGE])
+        }
+        done => Ok(done?),
     }
 }
 
@@ -244,7 +277,7 @@ mod tests {
 
     use devices::memory::{Bytes, GuestAddress};
 
-    use super::super::pages;
+    use super::super::{pages, runs};
     use super::*;
 
     const BYTES: u64 = 5 << 30;
@@ -260,10 +293,12 @@ mod tests {
     }
 
     fn whole(memory: &Memory) -> (File, Written) {
-        let mut image = tempfile::tempfile().unwrap();
+        let mut file = tempfile::tempfile().unwrap();
         let occupied = pages::occupied(memory).unwrap();
-        let written = write_whole(&mut image, memory, &occupied).unwrap();
-        (image, written)
+        let mut image = Image::whole(&file, BYTES).unwrap();
+        image.write(&mut file, memory, &occupied, Guest::Still).unwrap();
+        let written = image.finish(&file).unwrap();
+        (file, written)
     }
 
     fn read(memory: &Memory, place: u64) -> [u8; 16] {
@@ -315,41 +350,96 @@ mod tests {
         memory.write_slice(&[6; PAGE], GuestAddress(0xa0_0800)).unwrap();
         let mut file = tempfile::tempfile().unwrap();
         let all = pages::occupied(&memory).unwrap();
-        let (runs, written) = write_difference(&mut file, &memory, &all, Some(&base)).unwrap();
-        let run = |first: u64, count, zero| Run { pages: first..first + count, zero };
+        let mut image = Image::difference(BYTES);
+        image.write_differing(&mut file, &memory, &all, &base).unwrap();
+        let written = image.finish(&file).unwrap();
+        let run = |first: u64, count, at: Option<u64>| Run {
+            pages: first..first + count,
+            at: at.map(|page| page * PAGE as u64),
+        };
         let high = (3 << 30) / PAGE as u64;
-        assert_eq!(runs, [run(0x9ff, 1, true), run(0xa00, 2, false), run(high, 1, false)]);
-        assert_eq!((written.bytes, bytes_of(&runs)), (3 * PAGE as u64, 3 * PAGE as u64));
+        let runs = written.runs.unwrap();
+        assert_eq!(runs, [run(0x9ff, 1, None), run(0xa00, 2, Some(0)), run(high, 1, Some(2))]);
+        assert_eq!((written.bytes, runs::data_bytes(&runs)), (3 * PAGE as u64, 3 * PAGE as u64));
         assert_eq!(file.metadata().unwrap().len(), written.bytes);
         assert_eq!(Sums::of_file(&file, written.bytes).unwrap(), written.sums);
-        assert_eq!(runs_from_bytes(&runs_to_bytes(&runs), BYTES).unwrap(), runs);
 
         let mut some = PageSet::none(BYTES);
         some.insert(0..3);
-        let (runs, written) =
-            write_difference(&mut tempfile::tempfile().unwrap(), &memory, &some, None).unwrap();
-        assert_eq!(runs, [run(0, 1, true), run(1, 1, false), run(2, 1, true)]);
+        let mut file = tempfile::tempfile().unwrap();
+        let mut image = Image::difference(BYTES);
+        image.write(&mut file, &memory, &some, Guest::Still).unwrap();
+        let written = image.finish(&file).unwrap();
+        assert_eq!(written.runs.unwrap(), [run(0, 1, None), run(1, 1, Some(0)), run(2, 1, None)]);
         assert_eq!(written.bytes, PAGE as u64);
     }
 
-    #[test]
-    fn lists_of_runs_that_cannot_be_are_refused() {
-        let list = |words: &[u64]| -> Vec<u8> {
-            words.iter().flat_map(|word| word.to_le_bytes()).collect()
-        };
-        let parse = |words: &[u64]| runs_from_bytes(&list(words), 1 << 20);
-        assert_eq!(parse(&[0, 1, 1, ZERO | 2, 255, 1]).unwrap().len(), 3);
-        for words in [
-            &[0, 0][..],
-            &[0, ZERO],
-            &[255, 2],
-            &[u64::MAX, 1],
-            &[5, 1, 5, 1],
-            &[5, 1, 4, 1],
-            &[1],
-            &[1, ZERO - 1],
+    /// What a file and its list say of RAM that was `base` before.
+    fn applied(base: &Memory, file: &File, runs: &[Run]) -> Sums {
+        for run in runs {
+            for (index, page) in (0..).zip(run.pages.clone()) {
+                let mut bytes = [0; PAGE];
+                if let Some(at) = run.at {
+                    file.read_exact_at(&mut bytes, at + index * PAGE as u64).unwrap();
+                }
+                let at = GuestAddress(page * PAGE as u64);
+                base.write_slice(&bytes, at).unwrap();
+            }
+        }
+        whole(base).1.sums
+    }
+
+    /// Page `page` is all `pattern`.
+    fn fill(memory: &Memory, page: u64, pattern: u8) {
+        memory.write_slice(&[pattern; PAGE], GuestAddress(page * PAGE as u64)).unwrap();
+    }
+
+    /// Zeros become data and data zeros, pages are written again and others for the first time.
+    fn change(memory: &Memory, round: u8) -> PageSet {
+        let mut changed = PageSet::none(BYTES);
+        for (page, pattern) in [
+            (1, round),
+            (2, 0),
+            (3, if round.is_multiple_of(2) { 7 } else { 0 }),
+            (0x300, round),
+            (0x100 + u64::from(round), round),
+            (0x100 - u64::from(round), 9),
         ] {
-            assert!(parse(words).is_err(), "{words:?}");
+            fill(memory, page, pattern);
+            changed.insert_one(page);
+        }
+        changed
+    }
+
+    #[test]
+    fn what_is_written_again_is_what_it_was_last() {
+        for last in 1..5 {
+            let [memory, base] = [memory(), memory()];
+            fill(&memory, 2, 1);
+            fill(&base, 2, 1);
+            let (mut file, mut all) =
+                (tempfile::tempfile().unwrap(), tempfile::tempfile().unwrap());
+            let mut difference = Image::difference(BYTES);
+            let mut image = Image::whole(&all, BYTES).unwrap();
+            let occupied = pages::occupied(&memory).unwrap();
+            image.write(&mut all, &memory, &occupied, Guest::Running).unwrap();
+            for round in 1..=last {
+                let changed = change(&memory, round);
+                let guest = if round == last { Guest::Still } else { Guest::Running };
+                difference.write(&mut file, &memory, &changed, guest).unwrap();
+                image.write(&mut all, &memory, &changed, guest).unwrap();
+            }
+            let (_, expected) = whole(&memory);
+            let written = image.finish(&all).unwrap();
+            assert_eq!((&written.sums, written.bytes), (&expected.sums, expected.bytes));
+            assert_eq!(Sums::of_file(&all, BYTES).unwrap(), expected.sums);
+            assert!(all.metadata().unwrap().blocks() * 512 <= expected.bytes + (64 << 10));
+
+            let written = difference.finish(&file).unwrap();
+            assert_eq!(Sums::of_file(&file, written.bytes).unwrap(), written.sums);
+            let list = runs::to_bytes(&written.runs.unwrap());
+            let runs = runs::from_bytes(&list, BYTES).unwrap();
+            assert_eq!(applied(&base, &file, &runs), expected.sums, "{last} rounds");
         }
     }
 }

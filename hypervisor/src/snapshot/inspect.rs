@@ -8,10 +8,10 @@ use std::path::{Path, PathBuf};
 use serde::Serialize;
 
 use super::folder::is_being_written;
-use super::image::{self, BadRun, Run};
 use super::load::{self, LoadError};
 use super::machine::MachineState;
 use super::manifest::{Manifest, Parent};
+use super::runs::{self, BadRun, Run};
 use super::sums::{Damage, Sums};
 use super::{MANIFEST, MAX_STATE, MEMORY, PAGES, RUNS, STATE, SUMS, checksum};
 
@@ -106,16 +106,16 @@ fn runs_of(dir: &Path, parent: &Parent, memory_bytes: u64) -> Result<Vec<Run>, I
     let path = dir.join(RUNS);
     let file = load::open(&path)?;
     // No more runs than there are pages, whatever the file says.
-    let most = image::most_bytes_of_runs(memory_bytes);
+    let most = runs::most_bytes(memory_bytes);
     let bytes = load::read(&path, &file, None, most)?;
     if checksum::of(&bytes) != parent.runs_crc64 {
         return Err(LoadError::Damaged(path).into());
     }
-    let runs = match image::runs_from_bytes(&bytes, memory_bytes) {
+    let runs = match runs::from_bytes(&bytes, memory_bytes) {
         Ok(runs) => runs,
         Err(source) => return Err(InspectError::Runs { path, source }),
     };
-    match image::bytes_of(&runs) {
+    match runs::data_bytes(&runs) {
         found if found == parent.pages_bytes => Ok(runs),
         expected => Err(InspectError::Pages { path, expected, found: parent.pages_bytes }),
     }

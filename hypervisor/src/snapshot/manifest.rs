@@ -18,7 +18,8 @@ const FORMAT: &str = "cubevmm-snapshot";
 /// Raised with each change of the format. Records inside have versions of their own.
 ///
 /// 1: no identity, no checksums of memory, no copies of disks, always all of memory.
-const VERSION: u32 = 2;
+/// 2: the pages of a difference are in the order of memory.
+const VERSION: u32 = 3;
 /// The only architecture there is.
 const ARCH: &str = "x86_64";
 
@@ -334,8 +335,8 @@ mod tests {
     fn other_formats_versions_and_machines_are_told_apart() {
         let text = String::from_utf8(manifest().to_bytes().unwrap()).unwrap();
         assert!(refusal(&text.replace(FORMAT, "other")).contains("\"other\""));
-        let newer = refusal(&text.replacen("\"version\": 2", "\"version\": 7, \"new\": 1", 1));
-        assert!(newer.contains("version 7") && newer.contains("up to 2"), "{newer}");
+        let newer = refusal(&text.replacen("\"version\": 3", "\"version\": 7, \"new\": 1", 1));
+        assert!(newer.contains("version 7") && newer.contains("up to 3"), "{newer}");
         assert!(refusal(&text.replace("x86_64", "riscv64")).contains("riscv64"));
         assert!(refusal(&text.replace("/disk", "/other")).contains("damaged"));
         assert!(refusal(&(text.clone() + " ")).contains("damaged"));

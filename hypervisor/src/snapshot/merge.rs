@@ -169,19 +169,17 @@ fn overlay(file: &mut File, base: &Part, parts: &[Part]) -> io::Result<Sums> {
 /// Puts the pages of a difference in their places.
 fn apply(file: &File, difference: &StoredMemory, sums: &mut Sums) -> io::Result<()> {
     check(difference)?;
-    let mut from = 0;
     let (mut new, mut old) = (vec![0; CHUNK], vec![0; CHUNK]);
     for run in difference.runs.iter().flatten() {
         let (mut at, end) = (run.pages.start * PAGE as u64, run.pages.end * PAGE as u64);
+        let start = at;
         while at < end {
             let len = usize::try_from(end - at).unwrap_or(CHUNK).min(CHUNK);
             let new = new.get_mut(..len).unwrap_or_default();
             let old = old.get_mut(..len).unwrap_or_default();
-            if run.zero {
-                new.fill(0);
-            } else {
-                difference.file.read_exact_at(new, from)?;
-                from += len as u64;
+            match run.at {
+                Some(from) => difference.file.read_exact_at(new, from + (at - start))?,
+                None => new.fill(0),
             }
             file.read_exact_at(old, at)?;
             replace(sums, at, old, new);
@@ -242,11 +240,11 @@ mod tests {
 
     use devices::memory::{Bytes, GuestAddress, Memory};
 
-    use super::super::image;
+    use super::super::image::{Guest, Image, Written};
     use super::super::machine::tests::example;
     use super::super::manifest::Parent;
     use super::super::pages::{self, PageSet};
-    use super::super::{PAGES, RUNS};
+    use super::super::{PAGES, RUNS, runs};
     use super::*;
 
     const RAM: u64 = 4 << 30;
@@ -271,11 +269,16 @@ mod tests {
         let config = serde_json::from_str(config).unwrap();
         let mut manifest = Manifest::new(config, id(number), number.into(), &state);
         let written = if let Some(changed) = changed {
-            let mut file =
-                File::options().write(true).create_new(true).open(dir.join(PAGES)).unwrap();
-            let (runs, written) =
-                image::write_difference(&mut file, memory, changed, None).unwrap();
-            let runs = image::runs_to_bytes(&runs);
+            let mut file = File::options()
+                .read(true)
+                .write(true)
+                .create_new(true)
+                .open(dir.join(PAGES))
+                .unwrap();
+            let mut image = Image::difference(RAM);
+            image.write(&mut file, memory, changed, Guest::Still).unwrap();
+            let written = image.finish(&file).unwrap();
+            let runs = runs::to_bytes(written.runs.as_deref().unwrap());
             put(dir, RUNS, &runs);
             manifest.parent = Some(Parent {
                 id: id(number - 1),
@@ -285,9 +288,13 @@ mod tests {
             });
             written
         } else {
-            let mut file =
-                File::options().write(true).create_new(true).open(dir.join(MEMORY)).unwrap();
-            image::write_whole(&mut file, memory, &pages::occupied(memory).unwrap()).unwrap()
+            let mut file = File::options()
+                .read(true)
+                .write(true)
+                .create_new(true)
+                .open(dir.join(MEMORY))
+                .unwrap();
+            whole(&mut file, memory)
         };
         put(dir, SUMS, &written.sums.to_bytes());
         manifest.sums_crc64 = Some(checksum::of(&written.sums.to_bytes()));
@@ -300,6 +307,12 @@ mod tests {
         });
         put(dir, STATE, &state);
         put(dir, MANIFEST, &manifest.to_bytes().unwrap());
+    }
+
+    fn whole(file: &mut File, memory: &Memory) -> Written {
+        let mut image = Image::whole(file, RAM).unwrap();
+        image.write(file, memory, &pages::occupied(memory).unwrap(), Guest::Still).unwrap();
+        image.finish(file).unwrap()
     }
 
     /// Snapshots 0 to 3, of which all but the first are differences, and the memory at the end.
@@ -326,7 +339,7 @@ mod tests {
 
     fn content(memory: &Memory) -> Sums {
         let mut file = tempfile::tempfile().unwrap();
-        image::write_whole(&mut file, memory, &pages::occupied(memory).unwrap()).unwrap().sums
+        whole(&mut file, memory).sums
     }
 
     #[test]

@@ -50,6 +50,25 @@ impl PageSet {
         }
     }
 
+    /// Adds a page, unless it is beyond the end.
+    pub fn insert_one(&mut self, page: u64) {
+        if page < self.pages {
+            self.or((page / 64) as usize, 1 << (page % 64));
+        }
+    }
+
+    /// Takes a page out.
+    pub fn remove(&mut self, page: u64) {
+        if let Some(word) = self.words.get_mut((page / 64) as usize) {
+            *word &= !(1 << (page % 64));
+        }
+    }
+
+    /// Whether a page is in it.
+    pub fn contains(&self, page: u64) -> bool {
+        self.words.get((page / 64) as usize).is_some_and(|word| word & 1 << (page % 64) != 0)
+    }
+
     fn or(&mut self, word: usize, bits: u64) {
         if let Some(word) = self.words.get_mut(word) {
             *word |= bits;

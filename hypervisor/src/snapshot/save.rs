@@ -1,10 +1,10 @@
 //! Writes a VM that stands still into a directory: all of it or nothing.
 //!
-//! In three steps, of which the guest notices only the second: [`Job::prepare`] finds every mistake
-//! that can be found while it runs, [`Job::freeze`] takes the instant, and [`Frozen::finish`] brings it
-//! to the disk while the guest goes on.
+//! In four steps, of which the guest notices only the third: [`Job::prepare`] finds every mistake that
+//! can be found while it runs, [`Job::copy_ahead`] writes the memory of which is known what changes
+//! meanwhile, [`Job::freeze`] takes the instant, and [`Frozen::finish`] brings it to the disk while the
+//! guest goes on.
 
-use std::fs::File;
 use std::io::{self, Write};
 use std::sync::PoisonError;
 use std::time::{Duration, Instant, SystemTime, UNIX_EPOCH};
@@ -16,14 +16,13 @@ use guest_protocol::Hello;
 use super::disks::{self, DiskCopyError, Outside, Plan};
 use super::folder::{FolderError, NewFolder};
 use super::host_files::{self, HostFileError};
-use super::image::{self, Run, Written};
 use super::load::LoadError;
 use super::machine::MachineState;
 use super::manifest::{Manifest, Parent};
-use super::pages::{self, PageSet};
+use super::memory_file::{Base, MemoryFile};
 use super::vcpu::VcpuState;
-use super::{MANIFEST, MAX_STATE, MEMORY, PAGES, RUNS, STATE, SUMS, checksum, load};
-use crate::api::{MemoryMethod, SnapshotReport, SnapshotRequest};
+use super::{MANIFEST, MAX_STATE, RUNS, STATE, SUMS, checksum, runs};
+use crate::api::{SnapshotReport, SnapshotRequest};
 use crate::config::VmConfig;
 use crate::kvm::KvmError;
 use crate::vcpu::VcpuError;
@@ -109,13 +108,8 @@ pub struct Job {
     base: Option<Base>,
     disks: Vec<Plan>,
     track: bool,
-}
-
-/// What it will be a difference to.
-struct Base {
-    parent: Parent,
-    /// Its memory, if it is whole.
-    memory: Option<File>,
+    /// Memory that was written while the guest ran.
+    ahead: Option<MemoryFile>,
 }
 
 /// A snapshot of an instant that is over, not on the disk yet.
@@ -123,16 +117,9 @@ pub struct Frozen {
     folder: NewFolder,
     outside: Outside,
     manifest: Manifest,
-    report: SnapshotReport,
+    base: Option<Base>,
+    memory: MemoryFile,
     started: Instant,
-}
-
-/// What of memory has been written.
-struct SavedMemory {
-    method: MemoryMethod,
-    written: Written,
-    /// Of a difference: which pages.
-    runs: Option<Vec<Run>>,
 }
 
 impl Job {
@@ -152,12 +139,28 @@ impl Job {
         let folder = NewFolder::make(&request.dir, request.durability)?;
         let disks = disks::plan(vm.config(), &vm.disks, &request.disk_clones, &folder)?;
         let track = request.track || base.is_some();
-        Ok(Self { started, id, folder, base, disks, track })
+        Ok(Self { started, id, folder, base, disks, track, ahead: None })
+    }
+
+    /// Writes what can be written of memory before the instant. While the guest runs.
+    pub fn copy_ahead(
+        &mut self,
+        vm: &mut Vm,
+        request: &SnapshotRequest,
+    ) -> Result<(), SnapshotError> {
+        self.ahead = MemoryFile::ahead(vm, &mut self.folder, self.base.as_ref())?;
+        if self.ahead.is_some() {
+            // It took its time: what the guest has let go is not saved, and what it has written to its
+            // disks meanwhile goes to the host's before it stands still.
+            vm.collect_ejected();
+            self.disks = disks::plan(vm.config(), &vm.disks, &request.disk_clones, &self.folder)?;
+        }
+        Ok(())
     }
 
     /// Takes the instant. The VM must be paused; `hello` is what the agent has said.
     pub fn freeze(self, vm: &mut Vm, hello: Option<&Hello>) -> Result<Frozen, SnapshotError> {
-        let Self { started, id, mut folder, base, disks, track } = self;
+        let Self { started, id, mut folder, base, disks, track, ahead } = self;
         let state = vm.machine_state(hello)?.to_bytes().map_err(device("the machine"))?;
         if state.len() as u64 > MAX_STATE {
             return Err(SnapshotError::TooLarge(state.len()));
@@ -165,20 +168,14 @@ impl Job {
         folder.write(STATE, |file| file.write_all(&state))?;
         let mut manifest = Manifest::new(absolute(vm.config()), id, now(), &state);
         // After all that might write to memory.
-        vm.tracking.take(&vm.handle, &vm.memory)?;
-        let SavedMemory { method, written, runs } = match &base {
-            Some(base) => vm.write_difference(&mut folder, base)?,
-            None => vm.write_whole(&mut folder)?,
+        let newest = vm.tracking.take(&vm.handle, &vm.memory)?;
+        let memory = match ahead {
+            Some(mut memory) => {
+                memory.complete(vm, &mut folder, &newest)?;
+                memory
+            }
+            None => MemoryFile::at_once(vm, &mut folder, base.as_ref())?,
         };
-        let sums = written.sums.to_bytes();
-        manifest.sums_crc64 = Some(checksum::of(&sums));
-        folder.write(SUMS, |file| file.write_all(&sums))?;
-        if let (Some(base), Some(runs)) = (base, runs) {
-            let runs = image::runs_to_bytes(&runs);
-            folder.write(RUNS, |file| file.write_all(&runs))?;
-            let (runs_crc64, pages_bytes) = (checksum::of(&runs), written.bytes);
-            manifest.parent = Some(Parent { runs_crc64, pages_bytes, ..base.parent });
-        }
         let mut outside = Outside::default();
         for disk in disks {
             manifest.disks.push(disk.copy(&mut folder, &mut outside)?);
@@ -187,30 +184,40 @@ impl Job {
         if track {
             vm.tracking.start(&vm.handle, &vm.memory)?;
         }
-        let report = SnapshotReport {
-            id: manifest.id.clone(),
-            paused_us: None,
-            total_us: 0,
-            memory: method,
-            memory_bytes: written.bytes,
-            disks: manifest.disks.clone(),
-        };
-        Ok(Frozen { folder, outside, manifest, report, started })
+        Ok(Frozen { folder, outside, manifest, base, memory, started })
     }
 }
 
 impl Frozen {
     /// Completes the folder, which makes it a snapshot. The guest, which has stood still for
     /// `paused`, may run.
-    pub fn finish(mut self, paused: Option<Duration>) -> Result<SnapshotReport, SnapshotError> {
-        self.folder.sync()?;
-        let manifest = &self.manifest;
-        self.folder.write(MANIFEST, |file| file.write_all(&manifest.to_bytes()?))?;
-        self.folder.complete()?;
-        self.outside.keep();
+    pub fn finish(self, paused: Option<Duration>) -> Result<SnapshotReport, SnapshotError> {
+        let Self { mut folder, mut outside, mut manifest, base, memory, started } = self;
+        let (method, still_bytes) = (memory.method, memory.still_bytes);
+        let written = memory.finish(&mut folder)?;
+        let sums = written.sums.to_bytes();
+        manifest.sums_crc64 = Some(checksum::of(&sums));
+        folder.write(SUMS, |file| file.write_all(&sums))?;
+        if let (Some(base), Some(runs)) = (base, written.runs) {
+            let runs = runs::to_bytes(&runs);
+            folder.write(RUNS, |file| file.write_all(&runs))?;
+            let (runs_crc64, pages_bytes) = (checksum::of(&runs), written.bytes);
+            manifest.parent = Some(Parent { runs_crc64, pages_bytes, ..base.parent });
+        }
+        folder.sync()?;
+        folder.write(MANIFEST, |file| file.write_all(&manifest.to_bytes()?))?;
+        folder.complete()?;
+        outside.keep();
         let micros = |time: Duration| u64::try_from(time.as_micros()).unwrap_or(u64::MAX);
-        let (paused_us, total_us) = (paused.map(micros), micros(self.started.elapsed()));
-        Ok(SnapshotReport { paused_us, total_us, ..self.report })
+        Ok(SnapshotReport {
+            id: manifest.id,
+            paused_us: paused.map(micros),
+            total_us: micros(started.elapsed()),
+            memory: method,
+            memory_bytes: written.bytes,
+            still_bytes,
+            disks: manifest.disks,
+        })
     }
 }
 
@@ -219,87 +226,10 @@ fn now() -> u64 {
     u64::try_from(now.as_nanos()).unwrap_or(0)
 }
 
-impl Base {
-    /// Reads what a VM shall be saved as a difference to.
-    fn open(dir: &std::path::Path, vm: &Vm) -> Result<Self, SnapshotError> {
-        let manifest = load::manifest(dir).map_err(SnapshotError::Base)?;
-        let (found, here) = (manifest.memory_bytes, vm.config().memory.bytes());
-        if found != here {
-            let dir = dir.display().to_string();
-            return Err(SnapshotError::BaseSize { dir, found, here });
-        }
-        let memory = match &manifest.parent {
-            Some(_) => None,
-            None => {
-                let path = dir.join(MEMORY);
-                let file = load::open(&path).and_then(|file| {
-                    load::expect_size(&path, &file, found)?;
-                    Ok(file)
-                });
-                Some(file.map_err(SnapshotError::Base)?)
-            }
-        };
-        let dir = std::path::absolute(dir).unwrap_or_else(|_| dir.to_owned());
-        let parent = Parent { id: manifest.id, dir, runs_crc64: String::new(), pages_bytes: 0 };
-        Ok(Self { parent, memory })
-    }
-}
-
 impl Vm {
     /// There is a snapshot `id` of the instant that was frozen last.
     pub fn saved(&mut self, id: &str) {
         self.tracking.succeeded(id.to_owned(), &self.memory);
-    }
-
-    fn write_whole(&self, folder: &mut NewFolder) -> Result<SavedMemory, SnapshotError> {
-        let occupied = self.occupied();
-        let written =
-            folder.write(MEMORY, |file| image::write_whole(file, &self.memory, &occupied))?;
-        Ok(SavedMemory { method: MemoryMethod::Whole, written, runs: None })
-    }
-
-    /// The pages that may hold something else than zeros.
-    fn occupied(&self) -> PageSet {
-        let bytes = self.config().memory.bytes();
-        // What a VM was made of is in its mapping's file. If there is none it is somewhere that the
-        // page map does not tell.
-        if self.tracking.is_restored() && !pages::are_of_image(&self.memory) {
-            return PageSet::all(bytes);
-        }
-        pages::occupied(&self.memory).unwrap_or_else(|error| {
-            tracing::warn!(%error, "all of memory is read, since the page map cannot be");
-            PageSet::all(bytes)
-        })
-    }
-
-    fn write_difference(
-        &self,
-        folder: &mut NewFolder,
-        base: &Base,
-    ) -> Result<SavedMemory, SnapshotError> {
-        let id = &base.parent.id;
-        // What vhost-net writes is not in the log; it is in the page map.
-        let complete = self.unlogged_writers().is_empty();
-        let logged = self.tracking.logged_since(id).filter(|_| complete);
-        let (pages, compared, method) = if let Some(logged) = logged {
-            (logged.clone(), None, MemoryMethod::Log)
-        } else if let Some(mapped) = self.tracking.mapped_since(id, &self.memory) {
-            (mapped, None, MemoryMethod::Mapping)
-        } else if let Some(memory) = &base.memory {
-            let mut pages = self.occupied();
-            let bytes = self.config().memory.bytes();
-            // What is zeros here may not be there.
-            if pages.insert_extents(memory, bytes).is_err() {
-                pages = PageSet::all(bytes);
-            }
-            (pages, Some(memory), MemoryMethod::Compared)
-        } else {
-            let dir = base.parent.dir.display().to_string();
-            return Err(SnapshotError::BaseIsDifference { dir });
-        };
-        let (runs, written) = folder
-            .write(PAGES, |file| image::write_difference(file, &self.memory, &pages, compared))?;
-        Ok(SavedMemory { method, written, runs: Some(runs) })
     }
 
     fn machine_state(&self, hello: Option<&Hello>) -> Result<MachineState, SnapshotError> {

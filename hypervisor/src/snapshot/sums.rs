@@ -98,6 +98,21 @@ impl Sums {
         Ok(sums)
     }
 
+    /// Makes the checksum of one piece that of what is in the file now, which ends at `end`.
+    pub fn renew(
+        &mut self,
+        file: &File,
+        piece: u64,
+        end: u64,
+        buffer: &mut [u8],
+    ) -> io::Result<()> {
+        if let Some(sum) = usize::try_from(piece).ok().and_then(|piece| self.0.get_mut(piece)) {
+            *sum = 0;
+        }
+        let start = piece * PIECE;
+        self.add_extent(file, start..(start + PIECE).min(end), buffer)
+    }
+
     fn add_extent(&mut self, file: &File, extent: Range<u64>, buffer: &mut [u8]) -> io::Result<()> {
         let mut at = extent.start;
         while at < extent.end {

@@ -36,16 +36,15 @@ const REMEMBERED: usize = 4;
 #[derive(Default)]
 struct Log(VecDeque<(String, PageSet)>);
 
-impl Log {
-    fn insert(&mut self, add: impl Fn(&mut PageSet)) {
-        self.0.iter_mut().for_each(|(_, pages)| add(pages));
-    }
-}
-
 impl Tracking {
     /// Of a VM that was made of the snapshot with that id.
     pub fn restored_from(id: String) -> Self {
         Self { restored: Some(id), ..Self::default() }
+    }
+
+    /// Whether the log tells what changes from now on.
+    pub fn is_logging(&self) -> bool {
+        self.log.is_some()
     }
 
     /// Whether the VM was made of a snapshot.
@@ -53,23 +52,27 @@ impl Tracking {
         self.restored.is_some()
     }
 
-    /// Looks at all that has been logged. While the VM stands still.
-    pub fn take(&mut self, handle: &VmHandle, memory: &Memory) -> Result<(), KvmError> {
+    /// Looks at all that has been logged; the pages that have been written to since the last time,
+    /// as far as there is a log. What is read of a page afterwards is what was written before, or
+    /// will be in the log the next time: the VM may run, but only what is taken when it stands still is
+    /// all.
+    pub fn take(&mut self, handle: &VmHandle, memory: &Memory) -> Result<PageSet, KvmError> {
         let Some(log) = &mut self.log else {
-            self.remember(&pages::take_written(memory));
-            return Ok(());
+            let written = pages::take_written(memory);
+            self.remember(&written);
+            return Ok(written);
         };
         // What one region has told is lost if another one fails: then comparing is left.
         let bitmaps = handle.take_dirty_log(memory).inspect_err(|_| log.0.clear())?;
         let written = pages::take_written(memory);
-        log.insert(|pages| pages.insert_all(&written));
-        let mut first = 0;
+        let (mut all, mut first) = (written.clone(), 0);
         for (bitmap, region) in bitmaps.iter().zip(memory.iter()) {
-            log.insert(|pages| pages.insert_bitmap(first, bitmap));
+            all.insert_bitmap(first, bitmap);
             first += region.len() / PAGE as u64;
         }
+        log.0.iter_mut().for_each(|(_, pages)| pages.insert_all(&all));
         self.remember(&written);
-        Ok(())
+        Ok(all)
     }
 
     /// For the mapping, which does not know all of it.
