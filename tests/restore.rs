@@ -267,23 +267,6 @@ fn disks_that_are_not_as_they_were_are_refused() {
 }
 
 #[test]
-fn a_disk_in_the_place_of_a_copied_one_has_its_size() {
-    if may_skip() {
-        return;
-    }
-    let (counter, last) = saved();
-    for (name, bytes) in [("smaller", 4096), ("larger", (1 << 20) + 512)] {
-        let other = format!("disk:data={}", counter.place.given(name, vec![7; bytes]));
-        let refused = counter.restore("copy", &["--override", &other]).end();
-        let found = format!("has {bytes} bytes");
-        refused.assert_refused(&["\"data\"", name, &found, "had 1048576"]);
-    }
-    let other = format!("disk:data={}", counter.place.given("other", vec![7; 1 << 20]));
-    let copy = counter.restore("copy", &["--resume", "--override", &other]);
-    assert_goes_on(&counter, last, copy);
-}
-
-#[test]
 fn a_console_can_go_elsewhere() {
     if may_skip() {
         return;

@@ -3,7 +3,7 @@
 use std::fs;
 use std::os::unix::fs::{FileExt, MetadataExt};
 
-use harness::counter::{goes_on, may_skip};
+use harness::counter::{Counter, follows, goes_on, may_skip};
 use harness::filesystem::{Filesystem, share_blocks};
 
 use crate::guest::{Guests, text};
@@ -135,4 +135,25 @@ fn a_copy_goes_where_it_is_told_or_nowhere() {
     refused(&[&words[..], &["--disk-clone", "none=none"]].concat(), &["no disk called \"none\""]);
     refused(&[&words[..], &["--disk-clone", "b"]].concat(), &["ID=FILE"]);
     guests.end("api", original);
+}
+
+#[test]
+fn a_disk_in_the_place_of_a_copied_one_has_its_size() {
+    if may_skip() {
+        return;
+    }
+    let counter = Counter::new();
+    let original = counter.start("mmio");
+    counter.ask(&["snapshot", "api", counter.dir(), "--keep-paused"]).output(0);
+    let last = follows('a', &counter.end("api", original));
+    for (name, bytes) in [("smaller", 4096), ("larger", (1 << 20) + 512)] {
+        let other = format!("disk:data={}", counter.place.given(name, vec![7; bytes]));
+        let refused = counter.restore("copy", &["--override", &other]).end();
+        let found = format!("has {bytes} bytes");
+        refused.assert_refused(&["\"data\"", name, &found, "had 1048576"]);
+    }
+    let other = format!("disk:data={}", counter.place.given("other", vec![7; 1 << 20]));
+    let copy = counter.restore("copy", &["--resume", "--override", &other]);
+    goes_on(&copy);
+    follows(last, &counter.end("copy", copy));
 }
