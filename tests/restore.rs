@@ -290,6 +290,7 @@ fn a_vm_in_the_background_that_does_not_get_ready_is_gone() {
     let ended = counter.restore("copy", &["--resume", "--wait-ready=1"]).end();
     assert_eq!(ended.code, NOT_READY, "{ended:?}");
     assert!(ended.stderr.contains("did not answer within 1 s"), "{ended:?}");
+    assert!(ended.stderr.contains("vCPU 0 "), "{ended:?}");
     counter.place.assert_clean();
 }
 

@@ -89,8 +89,6 @@ fn tell_timer(id: u32, fd: &VcpuFd) {
         requested = format!("{:x?}", pages(0x200)),
         in_service = format!("{:x?}", pages(0x100)),
         tsc_and_deadline = format!("{times:?}"),
-        events = format!("{:?}", fd.get_vcpu_events()),
-        regs = format!("{:x?}", fd.get_regs()),
         "stands"
     );
 }

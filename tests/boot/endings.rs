@@ -78,6 +78,7 @@ fn an_agent_that_does_not_answer() {
     let ended = call.end();
     ended.output(117);
     assert!(ended.stderr.contains("did not answer within 1 s"), "{ended:?}");
+    assert!(ended.stderr.contains("vCPU 0 "), "{ended:?}");
     assert!(ended.stderr.contains("raise --boot-timeout"), "{ended:?}");
     assert!(ended.stderr.ends_with("console ended with:\n  | still\n  | waiting\n"), "{ended:?}");
 }
