@@ -170,3 +170,20 @@ fn what_is_no_snapshot_is_refused_and_leaves_nothing() {
     fs::remove_file(&manifest).unwrap();
     refused(&[], &["no manifest.json"]);
 }
+
+/// As with `info | head -n 1`.
+#[test]
+fn a_reader_that_has_seen_enough_is_no_failure() {
+    if may_skip() {
+        return;
+    }
+    let counter = Counter::new();
+    let original = counter.start("mmio");
+    let pipe = ["bash", "-c", "set -o pipefail; \"$@\" | true", "bash"];
+    for command in ["info", "metrics"] {
+        let ended = counter.place.call([command, "--api-socket", "api"]).through(&pipe).end();
+        assert_eq!(ended.output(0), "");
+        assert_eq!(ended.stderr, "", "{command}");
+    }
+    follows('a', &counter.end("api", original));
+}

@@ -192,8 +192,7 @@ pub fn plain(target: &Target, asked: &Request) -> anyhow::Result<u8> {
 
 /// Prints what the VM tells of itself, as JSON.
 pub fn info(target: &Target) -> anyhow::Result<u8> {
-    println!("{}", serde_json::to_string_pretty(&info_of(&target.api_socket)?)?);
-    Ok(0)
+    print(&format!("{}\n", serde_json::to_string_pretty(&info_of(&target.api_socket)?)?))
 }
 
 /// What can be done with the shares of a VM.
