@@ -12,7 +12,7 @@ use vm_memory::{Bytes, MmapRegion, VolatileMemory};
 use crate::process::monotonic_ns;
 use crate::tiny_guest::{CODE, DEBUG_PORT, STAMP};
 
-/// The argument that makes `floor` run [`run`] instead of measuring.
+/// The argument that makes `floor` run [`run`] instead of measuring, with the memory of the next one.
 pub const ARGUMENT: &str = "--bare-kvm";
 
 /// Memory of every guest here, in MiB.
@@ -38,13 +38,20 @@ pub struct Steps {
     pub first_exit: u64,
 }
 
-/// Runs the guest to its first exit. `main` is when the process entered its `main`.
-pub fn run(main: u64) -> anyhow::Result<Steps> {
+/// Does what the command line says, which has [`ARGUMENT`] and the MiB; prints the steps.
+pub fn be_the_floor(main: u64) -> anyhow::Result<()> {
+    let mib = std::env::args().nth(2).and_then(|mib| mib.parse().ok()).unwrap_or(MEMORY_MIB);
+    println!("{}", serde_json::to_string(&run(main, mib)?)?);
+    Ok(())
+}
+
+/// Runs a guest with so many MiB to its first exit. `main` is when the process entered its `main`.
+pub fn run(main: u64, mib: usize) -> anyhow::Result<Steps> {
     let kvm = Kvm::new().context("/dev/kvm")?;
     let vm = kvm.create_vm().context("KVM_CREATE_VM")?;
     let vm_created = monotonic_ns();
     // The slot first: after the interrupt controllers it waits for a grace period.
-    let memory: MmapRegion<()> = MmapRegion::new(MEMORY_MIB << 20).context("guest memory")?;
+    let memory: MmapRegion<()> = MmapRegion::new(mib << 20).context("guest memory")?;
     memory.as_volatile_slice().write_slice(CODE, ENTRY as usize).context("guest memory")?;
     let region = kvm_userspace_memory_region {
         slot: 0,

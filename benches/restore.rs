@@ -76,7 +76,7 @@ fn main() -> ExitCode {
 }
 
 fn be_the_floor(entered: u64) -> anyhow::Result<ExitCode> {
-    println!("{}", serde_json::to_string(&bare_kvm::run(entered)?)?);
+    bare_kvm::be_the_floor(entered)?;
     Ok(ExitCode::SUCCESS)
 }
 
@@ -109,8 +109,11 @@ fn compare(options: &Options) -> anyhow::Result<ExitCode> {
         }
     }
     let (linux, host) = (options.linux.is_some(), Host::examine());
-    let warm = rounds(&cases, linux, options.runs, false);
-    let cold = (!options.warm_only).then(|| rounds(&cases, linux, options.runs, true));
+    let sizes = options.sizes.iter().filter_map(|size| mib(size));
+    let largest = sizes.max().filter(|_| !linux);
+    let warm = rounds(&cases, (linux, largest), options.runs, false);
+    let cold = !options.warm_only;
+    let cold = cold.then(|| rounds(&cases, (linux, largest), options.runs, true));
     let report = report(host, options, &warm, cold.as_deref());
     print!("{}", report.render());
     if let Some(path) = &options.json {
@@ -119,8 +122,32 @@ fn compare(options: &Options) -> anyhow::Result<ExitCode> {
     Ok(if report.has_failures() { ExitCode::FAILURE } else { ExitCode::SUCCESS })
 }
 
-fn rounds(cases: &[Case], linux: bool, runs: usize, cold: bool) -> Vec<Record> {
-    let mut entrants = vec![Entrant { name: "bare KVM".to_owned(), attempt: Box::new(vmm::bare) }];
+/// What every row of the floor begins with.
+const FLOOR: &str = "bare KVM";
+
+/// MiB of a size such as `8G`.
+fn mib(size: &str) -> Option<usize> {
+    let (number, unit) = size.split_at_checked(size.len().checked_sub(1)?)?;
+    let number: usize = number.parse().ok()?;
+    match unit {
+        "M" => Some(number),
+        "G" => number.checked_mul(1024),
+        _ => None,
+    }
+}
+
+fn rounds(
+    cases: &[Case],
+    (linux, largest): (bool, Option<usize>),
+    runs: usize,
+    cold: bool,
+) -> Vec<Record> {
+    let mut entrants = vec![Entrant { name: FLOOR.to_owned(), attempt: Box::new(vmm::bare) }];
+    // What the size of the slot costs in KVM itself.
+    if let Some(mib) = largest {
+        let attempt = Box::new(move || vmm::bare_with(mib));
+        entrants.push(Entrant { name: format!("{FLOOR}, {mib} MiB"), attempt });
+    }
     for case in cases {
         let attempt = move || {
             if cold {
@@ -140,10 +167,11 @@ fn report(host: Host, options: &Options, warm: &[Record], cold: Option<&[Record]
         None => (FIRST_INSTRUCTION, "the first instruction of a restored guest"),
     };
     let rows = |records: &[Record]| -> Vec<Row> {
-        let row = |(index, record): (usize, &Record)| {
-            record.row(&record.to_mark(if index == 0 { FIRST_INSTRUCTION } else { mark }))
+        let row = |record: &Record| {
+            let floor = record.name.starts_with(FLOOR);
+            record.row(&record.to_mark(if floor { FIRST_INSTRUCTION } else { mark }))
         };
-        records.iter().enumerate().map(row).collect()
+        records.iter().map(row).collect()
     };
     let warm_rows = rows(warm);
     let conclusions = conclude(&warm_rows).into_iter().collect();
@@ -155,7 +183,10 @@ fn report(host: Host, options: &Options, warm: &[Record], cold: Option<&[Record]
     }
     let ends = warm.iter().map(|record| record.row(&record.to_end())).collect();
     sections.push(Section::compared("from exec to the end of the process", ends));
-    for record in warm.iter().take(2).chain(warm.last().filter(|_| warm.len() > 2)) {
+    let restores = warm.iter().filter(|record| !record.name.starts_with(FLOOR));
+    let restores: Vec<_> = restores.collect();
+    let (first, last) = (restores.first(), restores.last().filter(|_| restores.len() > 1));
+    for record in warm.iter().take(1).chain(first.copied()).chain(last.copied()) {
         sections
             .push(Section::plain(format!("{}, steps since exec", record.name), record.ladder()));
     }
@@ -163,13 +194,24 @@ fn report(host: Host, options: &Options, warm: &[Record], cold: Option<&[Record]
 }
 
 fn conclude(rows: &[Row]) -> Option<String> {
-    let medians: Vec<u64> = rows.iter().map(|row| Some(row.summary?.p50)).collect::<Option<_>>()?;
-    let (floor, restores) = medians.split_first()?;
+    let median = |row: &Row| Some(row.summary?.p50);
+    let (floors, restores): (Vec<_>, Vec<_>) =
+        rows.iter().partition(|row| row.name.starts_with(FLOOR));
+    let restores: Vec<u64> = restores.into_iter().map(median).collect::<Option<_>>()?;
+    let floors: Vec<u64> = floors.into_iter().map(median).collect::<Option<_>>()?;
     let ms = |ns: u64| ns as f64 / 1e6;
     let (least, most) = (*restores.iter().min()?, *restores.iter().max()?);
-    Some(format!(
+    let (floor, large) = (*floors.first()?, floors.get(1));
+    let mut text = format!(
         "the slowest restore is {:.2} ms above the floor, and {:.2} ms above the fastest (p50)",
-        ms(most) - ms(*floor),
+        ms(most) - ms(floor),
         ms(most - least)
-    ))
+    );
+    if let Some(&large) = large {
+        text += &format!(
+            "; bare KVM with the largest memory is {:.2} ms above the floor",
+            ms(large) - ms(floor)
+        );
+    }
+    Some(text)
 }

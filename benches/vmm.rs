@@ -67,8 +67,13 @@ pub fn default_vmm() -> anyhow::Result<PathBuf> {
 
 /// Starts this very program as the floor.
 pub fn bare() -> anyhow::Result<Trial> {
+    bare_with(MEMORY_MIB)
+}
+
+/// The same, with so many MiB in its slot.
+pub fn bare_with(mib: usize) -> anyhow::Result<Trial> {
     let mut command = Command::new(env::current_exe()?);
-    command.arg(bare_kvm::ARGUMENT);
+    command.arg(bare_kvm::ARGUMENT).arg(mib.to_string());
     let finished = process::run(command, LIMIT)?;
     ensure!(finished.status.success(), "{}", finished.describe());
     let steps: Steps = serde_json::from_str(&finished.stdout)

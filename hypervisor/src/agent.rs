@@ -26,12 +26,26 @@ impl Connect for Guest {
 /// Waits on a thread for the agent's hello and sends it to the control thread, as often as a guest
 /// says it.
 pub fn watch_for_hello(vsock: &VsockHandle, events: Events) -> io::Result<()> {
-    let listener = vsock.listen(READY_PORT)?;
-    std::thread::Builder::new()
-        .name("hello".to_owned())
-        .stack_size(128 * 1024)
-        .spawn(move || watch(&listener, &events))?;
-    Ok(())
+    HelloListener::new(vsock)?.watch(events)
+}
+
+/// The place to which the agent connects to say hello. Who comes before somebody watches waits.
+pub struct HelloListener(VsockListener);
+
+impl HelloListener {
+    /// Makes it. Before the guest runs.
+    pub fn new(vsock: &VsockHandle) -> io::Result<Self> {
+        Ok(Self(vsock.listen(READY_PORT)?))
+    }
+
+    /// As [`watch_for_hello`].
+    pub fn watch(self, events: Events) -> io::Result<()> {
+        std::thread::Builder::new()
+            .name("hello".to_owned())
+            .stack_size(128 * 1024)
+            .spawn(move || watch(&self.0, &events))?;
+        Ok(())
+    }
 }
 
 /// How long the agent of a restored guest may take to answer.

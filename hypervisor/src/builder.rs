@@ -2,9 +2,11 @@
 //!
 //! Files are opened and checked first, so that a mistake costs nothing. Then two things happen at
 //! once: KVM makes the VM, its interrupt controllers and vCPUs (the kernel waits for RCU there,
-//! several times), while memory is mapped, the kernel is copied into it, and the devices are made.
+//! several times), while memory is mapped, the kernel is copied into it, and the devices are made. A
+//! guest that goes on gets the state of its vCPUs and interrupt controllers on the first side, that of
+//! its devices on the second.
 
-use std::collections::BTreeMap;
+use std::fs::File;
 use std::io;
 use std::sync::Arc;
 use std::sync::mpsc::{Receiver, sync_channel};
@@ -39,8 +41,9 @@ use crate::generation::{Generation, GenerationError};
 use crate::kvm::{Host, KvmError, VmHandle};
 use crate::memory::{MemoryError, Sharing};
 use crate::snapshot::load::Saved;
+use crate::snapshot::machine::MachineState;
 use crate::snapshot::paging::{self, Loaded, Lost, MemoryMode, PagingError};
-use crate::snapshot::restore::ApplyError;
+use crate::snapshot::restore::{ApplyError, KernelState, Records};
 use crate::snapshot::tracking::Tracking;
 use crate::state::VmState;
 use crate::trace::{Ladder, step};
@@ -201,7 +204,6 @@ pub struct Observers {
 struct InKernel {
     handle: VmHandle,
     vcpus: Vec<VcpuFd>,
-    cpuid: CpuId,
 }
 
 /// Builds a VM whose vCPUs are parked at the start of its kernel.
@@ -242,46 +244,70 @@ fn build_from(
     install_kick_signal()?;
     let (memory_to_kvm, memory_for_kvm) = sync_channel(1);
     let ladder = &observers.ladder;
+    let (state, image) = from.map(Restoration::divide).unzip();
+    let (kernel_state, records) = state.map(MachineState::divide).unzip();
+    let kernel_state = kernel_state.as_ref();
     std::thread::scope(|scope| {
         let cpus = config.cpus;
         let in_kernel = std::thread::Builder::new()
             .name("kvm".to_owned())
-            .spawn_scoped(scope, move || make_in_kernel(cpus, &memory_for_kvm, ladder))
+            .spawn_scoped(scope, move || {
+                make_in_kernel(cpus, &memory_for_kvm, kernel_state, ladder)
+            })
             .map_err(|source| BuildError::Host { what: "thread", source })?;
         let bytes = config.memory.bytes();
         let sharing = if config.shares_memory() { Sharing::Shared } else { Sharing::Private };
-        let (Loaded { memory, pager }, state) = match from {
-            Some(Restoration { saved, mode, lost }) => {
-                let tracking = Tracking::restored_from(saved.manifest.id);
-                (paging::load(&mode, bytes, saved.memory, lost)?, Some((saved.state, tracking)))
+        let (Loaded { memory, pager }, tracking) = match image {
+            Some(Image { mode, file, lost, tracking }) => {
+                (paging::load(&mode, bytes, file, lost)?, tracking)
             }
-            None => (Loaded { memory: memory::mapped(bytes, sharing)?, pager: None }, None),
+            None => {
+                let memory = memory::mapped(bytes, sharing)?;
+                (Loaded { memory, pager: None }, Tracking::default())
+            }
         };
         ladder.mark(step::MEMORY_MAPPED);
         // Fails only if KVM did, which is told when that thread is joined.
         let pmem = place_pmem(config, files.pmem);
         let _ = memory_to_kvm.send((memory.clone(), pmem.clone()));
         drop(memory_to_kvm);
-        let places = state.as_ref().and_then(|(state, _)| Some(state.pci.as_ref()?.places()));
         let devices = DeviceFiles { disks: files.disks, net: files.net, pmem };
-        let parts = Parts::make(config, files.boot, devices, (&memory, places), observers)?;
-        let in_kernel = in_kernel.join().map_err(|_| BuildError::Lost)??;
-        if let Some((state, _)) = &state {
-            state.check_features(&in_kernel.cpuid)?;
-        }
-        let mut vm = parts.join(config, in_kernel, observers, &memory)?;
-        vm.pager = pager;
-        if let Some((state, tracking)) = state {
-            vm.tracking = tracking;
-            vm.restore(state)?;
+        let parts = Parts::make(config, files.boot, devices, (&memory, records), observers)?;
+        // Takes a while, for which the other thread has no time.
+        let cpuid = cpu::supported(Host::open()?.kvm())?;
+        let checked = kernel_state.map(|state| state.check_features(&cpuid)).transpose();
+        let in_kernel = in_kernel.join().map_err(|_| BuildError::Lost)?;
+        // It says more than what KVM has refused therefore.
+        checked?;
+        let mut vm = parts.join(config, (in_kernel?, &cpuid), observers, &memory)?;
+        (vm.pager, vm.tracking) = (pager, tracking);
+        if let Some(state) = kernel_state {
+            vm.restored(state)?;
         }
         Ok(vm)
     })
 }
 
+/// Where the memory of a guest that goes on is.
+struct Image {
+    mode: MemoryMode,
+    file: File,
+    lost: Lost,
+    tracking: Tracking,
+}
+
+impl Restoration {
+    fn divide(self) -> (MachineState, Image) {
+        let Self { saved, mode, lost } = self;
+        let tracking = Tracking::restored_from(saved.manifest.id);
+        (saved.state, Image { mode, file: saved.memory, lost, tracking })
+    }
+}
+
 fn make_in_kernel(
     cpus: u32,
     memory: &Receiver<(Memory, Vec<PlacedPmem>)>,
+    state: Option<&KernelState>,
     ladder: &Ladder,
 ) -> Result<InKernel, BuildError> {
     let host = Host::open()?;
@@ -297,9 +323,11 @@ fn make_in_kernel(
     }
     handle.create_irqchip()?;
     ladder.mark(step::VM_CREATED);
-    let cpuid = cpu::supported(host.kvm())?;
-    let vcpus = (0..cpus).map(|id| handle.create_vcpu(id)).collect::<Result<_, _>>()?;
-    Ok(InKernel { handle, vcpus, cpuid })
+    let vcpus = (0..cpus).map(|id| handle.create_vcpu(id)).collect::<Result<Vec<_>, _>>()?;
+    if let Some(state) = state {
+        state.apply(&handle, &vcpus)?;
+    }
+    Ok(InKernel { handle, vcpus })
 }
 
 /// The part of the VM that needs no KVM.
@@ -323,7 +351,7 @@ impl<'a> Parts<'a> {
         config: &VmConfig,
         boot: Option<BootFiles>,
         files: DeviceFiles,
-        (memory, places): (&'a Memory, Option<BTreeMap<String, u8>>),
+        (memory, records): (&'a Memory, Option<Records>),
         observers: &Observers,
     ) -> Result<Self, BuildError> {
         let loaded = boot.map(|boot| boot.load(memory, config)).transpose()?;
@@ -334,8 +362,9 @@ impl<'a> Parts<'a> {
         let handle = LateHandle::default();
         let mut wiring =
             Wiring::new(config, memory, executor.handle(), handle.clone(), &observers.events)?;
-        if let (Some(slots), Some(places)) = (&mut wiring.pci, places) {
-            slots.set_places(places);
+        let pci = records.as_ref().and_then(|records| records.pci.as_ref());
+        if let (Some(slots), Some(pci)) = (&mut wiring.pci, pci) {
+            slots.set_places(pci.places());
         }
         let legacy = wiring.legacy_devices(observers, console.clone())?;
         let power_button = wiring.line(layout::EVENT_GSI)?;
@@ -348,6 +377,9 @@ impl<'a> Parts<'a> {
         wiring.pmem(&files.pmem)?;
         let describe = |loaded: LoadedBoot| loaded.describe(config, &wiring, memory, observers);
         let entry = loaded.map(describe).transpose()?;
+        if let Some(records) = records {
+            records.apply(&legacy, &wiring.transports, wiring.pci.as_ref())?;
+        }
         Ok(Self {
             wiring,
             executor,
@@ -367,7 +399,7 @@ impl<'a> Parts<'a> {
     fn join(
         self,
         config: &VmConfig,
-        in_kernel: InKernel,
+        (in_kernel, supported): (InKernel, &CpuId),
         observers: &Observers,
         memory: &Memory,
     ) -> Result<Vm, BuildError> {
@@ -385,9 +417,9 @@ impl<'a> Parts<'a> {
         };
         let (mut vcpus, mut cpuid) = (Vec::with_capacity(in_kernel.vcpus.len()), Vec::new());
         for (id, fd) in (0..).zip(in_kernel.vcpus) {
-            // Without an entry, its state comes later as a whole.
+            // Without an entry, it has its state as a whole.
             if let Some(entry) = self.entry {
-                let leaves = cpu::leaves(&in_kernel.cpuid, id, config.cpus);
+                let leaves = cpu::leaves(supported, id, config.cpus);
                 set_up_vcpu(&fd, &leaves, (id == 0).then_some(entry), memory)?;
                 cpuid.push(leaves.as_slice().to_vec());
             }

@@ -110,8 +110,11 @@ impl Doorbells {
         }
     }
 
-    /// Starts connecting: what has a window now, and later what gets one.
+    /// Starts connecting: what has a window now, and later what gets one. Once is enough.
     pub fn start(&self, handle: Arc<VmHandle>) -> io::Result<()> {
+        if self.state().worker.is_some() {
+            return Ok(());
+        }
         let (sender, receiver) = sync_channel::<()>(1);
         let state = Arc::downgrade(&self.0);
         let thread = std::thread::Builder::new().name("doorbells".to_owned());

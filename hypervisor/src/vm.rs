@@ -151,7 +151,8 @@ impl Vm {
         Ok(())
     }
 
-    pub(crate) fn connect_doorbells(&self) {
+    /// Does nothing but the first time.
+    fn connect_doorbells(&self) {
         if let Err(error) = self.doorbells.start(self.handle.clone()) {
             tracing::warn!(%error, "doorbells work through exits");
         }
@@ -177,14 +178,15 @@ impl Vm {
         Ok(Paused { vm: Some(self) })
     }
 
-    /// Goes on after a pause that was kept: devices before vCPUs, so that the first notification
-    /// finds somebody. Legal while paused.
+    /// Goes on after a pause that was kept, or for the first time after a restore: devices before vCPUs,
+    /// so that the first notification finds somebody. Legal while paused.
     pub fn resume(&mut self) -> Result<(), VcpuError> {
         for (_, transport) in &self.transports {
             lock(transport).lifecycle().resume();
         }
         self.run_vcpus()?;
         self.state = VmState::Running;
+        self.connect_doorbells();
         Ok(())
     }
 

@@ -9,13 +9,18 @@ use devices::testing::fuzz;
 
 use super::*;
 use crate::snapshot::checksum;
-use crate::snapshot::machine::MachineState;
 use crate::snapshot::manifest::Manifest;
-use crate::snapshot::restore::Records;
 
 /// Each description with a state; a version of either that was ever written stays here.
-const GOLDEN: [(&str, &str); 2] =
-    [("manifest-1-mmio.json", "state-1-mmio"), ("manifest-1-pci.json", "state-1-pci")];
+const GOLDEN: [(&str, &str); 3] = [
+    ("manifest-1-mmio.json", "state-1-mmio"),
+    ("manifest-1-pci.json", "state-1-pci"),
+    ("manifest-2-pci.json", "state-2-pci"),
+];
+
+/// The same of machines whose devices need more than files; they are made in `tests/snapshot`.
+const WITH_ALL_DEVICES: [(&str, &str); 2] =
+    [("manifest-3-mmio.json", "state-3-mmio"), ("manifest-3-pci.json", "state-3-pci")];
 
 fn read(name: &str) -> Vec<u8> {
     let path = Path::new(env!("CARGO_MANIFEST_DIR")).join("../tests/golden").join(name);
@@ -50,29 +55,33 @@ impl Ground {
         let (events, _receiver) = Events::channel();
         let console = ConsoleSink::default();
         let observers = Observers { ladder: Ladder::start(), stamp_entry: false, events, console };
-        let places = state.pci.as_ref().map(|pci| pci.places());
         let files = Files::open(&config, false)?;
         let pmem = place_pmem(&config, files.pmem);
         let devices = DeviceFiles { disks: files.disks, net: files.net, pmem };
-        let memory = (&self.memory, places);
-        let parts = Parts::make(&config, files.boot, devices, memory, &observers)?;
-        let MachineState { legacy, devices, pci, .. } = state;
-        let (wiring, records) = (&parts.wiring, Records { legacy, devices, pci });
-        Ok(records.apply(&parts.legacy, &wiring.transports, wiring.pci.as_ref())?)
+        let (_, records) = state.divide();
+        let memory = (&self.memory, Some(records));
+        Parts::make(&config, files.boot, devices, memory, &observers).map(drop)
     }
 }
 
 #[test]
 fn what_earlier_releases_have_written_is_understood() {
     let ground = Ground::new();
-    for (manifest, state) in GOLDEN {
+    let parsed = |(manifest, state): (&str, &str)| {
         let manifest = Manifest::parse(&read(manifest)).unwrap();
         let state = read(state);
         assert_eq!(manifest.state_crc64, checksum::of(&state));
         let state = MachineState::parse(&state).unwrap();
         assert_eq!(state.vcpus.len(), manifest.config.cpus as usize);
         assert!(!state.devices.is_empty());
+        (manifest, state)
+    };
+    for (manifest, state) in GOLDEN.map(parsed) {
         ground.apply(&manifest.config, state).unwrap();
+    }
+    for (manifest, state) in WITH_ALL_DEVICES.map(parsed) {
+        assert!(manifest.config.net.iter().all(|card| state.devices.contains_key(&card.id)));
+        assert!(manifest.config.fs.iter().all(|share| state.devices.contains_key(&share.id)));
     }
 }
 
@@ -183,7 +192,8 @@ fn fuzz_descriptions_with_changes() {
 }
 
 fn descriptions_with_changes() {
-    let golden = GOLDEN.map(|(manifest, _)| read(manifest));
+    let golden = GOLDEN.into_iter().chain(WITH_ALL_DEVICES);
+    let golden: Vec<_> = golden.map(|(manifest, _)| read(manifest)).collect();
     let mut turn = 0;
     fuzz("snapshot descriptions", &scripts(), |script| {
         turn += 1;

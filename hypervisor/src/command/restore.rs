@@ -10,7 +10,7 @@ use super::background::{Background, Role};
 use super::overrides::{self, Overridden};
 use super::run::{check_writable, write_trace};
 use super::start::{beside, until_the_end};
-use crate::agent::watch_for_hello;
+use crate::agent::HelloListener;
 use crate::api_socket::ApiSocket;
 use crate::builder::{self, Observers, Restoration};
 use crate::config::VmConfig;
@@ -234,13 +234,15 @@ fn hold(
     let sockets = [Some(&options.api_socket), config.vsock.as_ref()];
     let lost = lost(sockets.into_iter().flatten().cloned().collect());
     let vm = builder::restore(&config, &observers, Restoration { saved, mode, lost })?;
-    signals::watch(events.clone())?;
-    let mut control = Control::new(vm, events, receiver).restored(hello, identity);
     // For a guest that was saved before its agent has said it.
-    watch_for_hello(control.vm().vsock(), observers.events.clone())?;
+    let listening = HelloListener::new(vm.vsock())?;
+    let mut control = Control::new(vm, events.clone(), receiver).restored(hello, identity);
     if options.resume {
         control.resume()?;
     }
+    // The guest need not wait for threads that wait themselves.
+    signals::watch(events.clone())?;
+    listening.watch(events)?;
     socket.serve(observers.events.clone())?;
     let patience = background.as_ref().map(|(patience, _)| *patience);
     let ready = || background.take().is_none_or(|(_, background)| background.ready());

@@ -1,5 +1,8 @@
 //! Names of processor features, and which of a guest's a host lacks.
 
+use std::collections::BTreeMap;
+use std::sync::{Mutex, OnceLock, PoisonError};
+
 use kvm_bindings::kvm_cpuid_entry2;
 
 /// A register of CPUID in which each bit is a feature: function, index, which of EAX to EDX, and
@@ -116,7 +119,10 @@ pub fn lacking(saved: &[kvm_cpuid_entry2], host: &[kvm_cpuid_entry2]) -> Vec<Str
 /// The features in `saved` that this very processor lacks, as far as that can be told without KVM.
 pub fn lacking_here(saved: &[kvm_cpuid_entry2]) -> Vec<String> {
     let known = |name: &str| OF_THE_PROCESSOR.split_whitespace().any(|other| other == name);
-    differing(saved, here, known)
+    // Where this host is itself a virtual machine, each look takes microseconds.
+    static SEEN: Mutex<BTreeMap<(u32, u32), [u32; 4]>> = Mutex::new(BTreeMap::new());
+    let mut seen = SEEN.lock().unwrap_or_else(PoisonError::into_inner);
+    differing(saved, |f, index| *seen.entry((f, index)).or_insert_with(|| here(f, index)), known)
 }
 
 /// The maker's name in CPUID leaf 0, of `saved` and of this processor, if they differ.
@@ -134,10 +140,17 @@ fn of(leaves: &[kvm_cpuid_entry2], function: u32, index: u32) -> [u32; 4] {
     leaf.map_or([0; 4], |leaf| [leaf.eax, leaf.ebx, leaf.ecx, leaf.edx])
 }
 
+/// Where the second range of leaves begins.
+const EXTENDED: u32 = 0x8000_0000;
+static LAST: OnceLock<u32> = OnceLock::new();
+static LAST_EXTENDED: OnceLock<u32> = OnceLock::new();
+
 fn here(function: u32, index: u32) -> [u32; 4] {
     use std::arch::x86_64::{__cpuid, __cpuid_count};
     // Beyond the last leaf an Intel processor repeats that one.
-    if __cpuid(function & 0x8000_0000).eax < function {
+    let last =
+        |range: &'static OnceLock<u32>| *range.get_or_init(|| __cpuid(function & EXTENDED).eax);
+    if function > last(if function & EXTENDED == 0 { &LAST } else { &LAST_EXTENDED }) {
         return [0; 4];
     }
     let leaf = __cpuid_count(function, index);
@@ -146,13 +159,17 @@ fn here(function: u32, index: u32) -> [u32; 4] {
 
 fn differing(
     saved: &[kvm_cpuid_entry2],
-    host: impl Fn(u32, u32) -> [u32; 4],
+    mut host: impl FnMut(u32, u32) -> [u32; 4],
     counts: impl Fn(&str) -> bool,
 ) -> Vec<String> {
     let mut lacking = Vec::new();
     for Register { function, index, register, names } in REGISTERS {
         let value = |leaf: [u32; 4]| leaf.get(register).copied().unwrap_or(0);
-        let bits = value(of(saved, function, index)) & !value(host(function, index));
+        let used = value(of(saved, function, index));
+        if used == 0 {
+            continue;
+        }
+        let bits = used & !value(host(function, index));
         let names: Vec<_> = names.split_whitespace().collect();
         for bit in (0..32_usize).filter(|bit| bits >> bit & 1 == 1) {
             let name = names.get(bit).copied().unwrap_or("-");

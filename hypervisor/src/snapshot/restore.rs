@@ -1,23 +1,24 @@
-//! Brings a VM that has just been built to the state of a snapshot.
+//! Brings a VM that is being built to the state of a snapshot.
 //!
-//! The order is that of who depends on whom: devices, which raise nothing; the interrupt
-//! controllers; the vCPUs, whose time stamp counters the clock is measured by; the clock. Then comes
-//! what the guest has to hear: interrupts that were on their way, and that it is another machine.
+//! In KVM the order is that of who depends on whom: the interrupt controllers; the vCPUs, whose time
+//! stamp counters the clock is measured by; the clock. Devices, which raise nothing, take their records
+//! meanwhile. When both are done comes what the guest has to hear: interrupts that were on their way,
+//! and that it is another machine.
 
 use std::collections::BTreeMap;
 use std::sync::PoisonError;
 
 use devices::ids::DeviceId;
 use devices::snapshot::{Record, RestoreError};
-use kvm_bindings::CpuId;
+use kvm_bindings::{CpuId, kvm_irqchip};
+use kvm_ioctls::VcpuFd;
 
 use super::machine::MachineState;
-use super::vcpu::VcpuStateError;
+use super::vcpu::{VcpuState, VcpuStateError};
 use crate::generation::GenerationError;
-use crate::kvm::KvmError;
+use crate::kvm::{KvmError, VmHandle};
 use crate::pci_slots::{PciSlots, PciState};
 use crate::state::VmState;
-use crate::vcpu::VcpuError;
 use crate::vm::{SharedTransport, Vm, lock};
 use crate::wiring::Legacy;
 
@@ -46,9 +47,6 @@ pub enum ApplyError {
         /// The reason.
         source: VcpuStateError,
     },
-    /// A vCPU is gone.
-    #[error(transparent)]
-    Gone(#[from] VcpuError),
     /// KVM refuses.
     #[error(transparent)]
     Kvm(#[from] KvmError),
@@ -65,38 +63,52 @@ impl MachineState {
         })
     }
 
+    /// What KVM has to be told, and what devices have.
+    pub(crate) fn divide(self) -> (KernelState, Records) {
+        let Self { vcpus, irqchips, clock_nanos, legacy, devices, pci, hello: _ } = self;
+        (KernelState { vcpus, irqchips, clock_nanos }, Records { legacy, devices, pci })
+    }
+}
+
+/// The part of a state that is in the kernel.
+pub(crate) struct KernelState {
+    vcpus: Vec<VcpuState>,
+    irqchips: Vec<kvm_irqchip>,
+    clock_nanos: u64,
+}
+
+impl KernelState {
     /// Refuses a host whose processor, of which KVM can give `supported`, lacks what the guest uses.
     pub fn check_features(&self, supported: &CpuId) -> Result<(), ApplyError> {
         (0..).zip(&self.vcpus).try_for_each(|(id, vcpu)| {
             vcpu.check_features(supported).map_err(|source| ApplyError::Vcpu { id, source })
         })
     }
+
+    /// Gives it to a VM that has just been made, with these vCPUs.
+    pub fn apply(&self, handle: &VmHandle, vcpus: &[VcpuFd]) -> Result<(), ApplyError> {
+        handle.set_irqchips(&self.irqchips)?;
+        let size = handle.xsave_size();
+        for ((id, fd), state) in (0..).zip(vcpus).zip(&self.vcpus) {
+            state.apply(fd, size).map_err(|source| ApplyError::Vcpu { id, source })?;
+        }
+        handle.set_clock(self.clock_nanos)?;
+        for (vcpu, fd) in vcpus.iter().enumerate() {
+            // So that its watchdog knows that it stood still. Refused if it has no such clock.
+            let told = fd.kvmclock_ctrl();
+            tracing::debug!(vcpu, ?told, "the guest's clock");
+        }
+        Ok(())
+    }
 }
 
 impl Vm {
-    /// Gives a VM that has just been built the state of another one. Leaves it paused, as another
-    /// machine than the one that was saved.
-    pub fn restore(&mut self, state: MachineState) -> Result<(), ApplyError> {
-        let MachineState { vcpus, irqchips, clock_nanos, legacy, devices, pci, hello: _ } = state;
-        let records = Records { legacy, devices, pci };
-        records.apply(&self.legacy, &self.transports, self.pci.as_ref())?;
-        self.handle.set_irqchips(&irqchips)?;
-        let size = self.handle.xsave_size();
-        self.cpuid = vcpus.iter().map(|vcpu| vcpu.cpuid().to_vec()).collect();
-        for (vcpu, state) in self.vcpus.iter().zip(vcpus) {
-            let id = vcpu.id();
-            let applied = vcpu.with(move |fd| state.apply(fd, size))?;
-            applied.map_err(|source| ApplyError::Vcpu { id, source })?;
-        }
-        self.handle.set_clock(clock_nanos)?;
-        for vcpu in &self.vcpus {
-            // So that its watchdog knows that it stood still. Refused if it has no such clock.
-            let told = vcpu.with(|fd| fd.kvmclock_ctrl())?;
-            tracing::debug!(vcpu = vcpu.id(), ?told, "the guest's clock");
-        }
+    /// Completes a VM whose parts have the state of another one. Leaves it paused, as another machine
+    /// than the one that was saved.
+    pub(crate) fn restored(&mut self, state: &KernelState) -> Result<(), ApplyError> {
+        self.cpuid = state.vcpus.iter().map(|vcpu| vcpu.cpuid().to_vec()).collect();
         self.legacy.serial.lock().unwrap_or_else(PoisonError::into_inner).resume();
         self.renew_generation()?;
-        self.connect_doorbells();
         self.state = VmState::Paused;
         Ok(())
     }
