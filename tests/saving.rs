@@ -17,3 +17,5 @@ mod disks;
 mod failures;
 #[path = "saving/guest.rs"]
 mod guest;
+#[path = "saving/swapped.rs"]
+mod swapped;

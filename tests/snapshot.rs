@@ -16,6 +16,9 @@ use harness::counter::{Counter, before, follows, goes_on, may_skip};
 use harness::eventually;
 use nix::sys::signal::Signal;
 
+#[path = "snapshot/golden.rs"]
+mod golden;
+
 fn one_guest_becomes_two(transport: &str) {
     if may_skip() {
         return;

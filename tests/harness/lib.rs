@@ -36,6 +36,7 @@ pub mod lab;
 pub mod lifecycle;
 pub mod oci_image;
 pub mod place;
+pub mod swap;
 pub mod terminal;
 pub mod tools;
 pub mod vm;

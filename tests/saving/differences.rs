@@ -29,14 +29,27 @@ pub fn chain_of_five(
     base: &Path,
     first: MemoryMethod,
 ) -> PathBuf {
+    chain_of_five_with(guests, api, running, (base, first), || ())
+}
+
+/// The same, with something that happens before each snapshot.
+pub fn chain_of_five_with(
+    guests: &Guests,
+    api: &str,
+    running: &Running,
+    (base, first): (&Path, MemoryMethod),
+    before_each: impl Fn(),
+) -> PathBuf {
     let mut parts = vec![base.to_owned()];
     let mut becomes = PathBuf::new();
     for number in 1..=5 {
         goes_on(running);
         let difference = guests.dir(&format!("{api}.difference.{number}"));
         let how = if number == 1 { first } else { Log };
+        before_each();
         guests.save_difference(api, &difference, &parts[number - 1], how);
         parts.push(difference);
+        before_each();
         let whole = guests.dir(&format!("{api}.whole.{number}"));
         assert_eq!(guests.save(api, &whole, &[]).memory, Whole);
         becomes = merged(guests, &parts, &format!("{api}.merged.{number}"));

@@ -40,8 +40,11 @@ fn a_full_disk_leaves_nothing_and_loses_nothing() {
     let original = guests.start(&[]);
     let (base, dir) = (guests.dir("base"), full.join("snapshot"));
     let needed = guests.save("api", &base, &["--track"]).memory_bytes;
-    for part in [0, 1, 4, 8, 16, 32, 64, 96] {
-        full.resize((needed * part / 100).max(4096));
+    let parts = [0, 1, 4, 8, 16, 32, 64, 96].map(|percent| needed * percent / 100);
+    let mut noise = Noise::new(std::process::id().into());
+    let random = (0..kills()).map(|_| random(&mut noise) % needed);
+    for part in parts.into_iter().chain(random) {
+        full.resize(part.max(4096));
         guests.ask(&["snapshot", "api", text(&dir)]).assert_refused(&["No space left"]);
         let words = ["snapshot", "api", text(&dir), "--diff-of", text(&base), "--keep-paused"];
         let difference = guests.ask(&words);
@@ -49,7 +52,7 @@ fn a_full_disk_leaves_nothing_and_loses_nothing() {
         guests.ask(&["resume", "api"]);
         goes_on(&original);
         let left = std::fs::read_dir(&full.path).unwrap().count();
-        assert_eq!(left, usize::from(dir.exists()), "{part} %");
+        assert_eq!(left, usize::from(dir.exists()), "{part} bytes");
         dir.exists().then(|| std::fs::remove_dir_all(&dir).unwrap());
     }
     assert_nothing_is_lost(&guests, &original, &base);
@@ -73,7 +76,13 @@ fn storage_that_fails_leaves_nothing_and_loses_nothing() {
     follows('a', &guests.end("api", original));
 }
 
-/// How often the VMM is killed.
+fn random(noise: &mut Noise) -> u64 {
+    let mut random = [0; 8];
+    noise.fill(&mut random);
+    u64::from_le_bytes(random)
+}
+
+/// How often the VMM is killed, or finds the disk full at a random place.
 fn kills() -> u64 {
     std::env::var("CUBE_KILLS").map_or(4, |count| count.parse().unwrap())
 }
@@ -90,9 +99,7 @@ fn whenever_the_vmm_is_killed_no_snapshot_is_half() {
         let [base, dir] = ["base", "snapshot"].map(|name| guests.dir(name));
         let took = guests.save("api", &base, &["--track"]).total_us;
         goes_on(&original);
-        let mut random = [0; 8];
-        noise.fill(&mut random);
-        let wait = Duration::from_micros(u64::from_le_bytes(random) % (took + took / 2));
+        let wait = Duration::from_micros(random(&mut noise) % (took + took / 2));
         let words = ["snapshot", "--api-socket", "api", text(&dir)];
         let difference = ["--diff-of", text(&base)];
         let difference = if round % 2 == 0 { &difference[..] } else { &[] };
