@@ -104,6 +104,7 @@ impl Session<'_> {
                 let sent = processes.get(process)?.signal(signal, group);
                 sent.map_err(Refusal::system("send the signal"))?;
             }
+            Request::Detach { process, stream } => processes.get(process)?.detach(stream)?,
             Request::Resize { process, size } => processes.get(process)?.resize(size)?,
             Request::Wait { process } => return self.wait(&*processes.get(process)?),
             Request::Release { process } => {
@@ -163,9 +164,9 @@ fn attach(process: &Process, stream: Stream, mut connection: UnixStream) {
         Err(refusal) => {
             let _ = frame::write(&mut connection, &Response::from(refusal));
         }
-        Ok(end) => match frame::write(&mut connection, &Response::Done) {
-            Ok(()) => stream::run(process, stream, end, connection),
-            Err(_) => process.give_back(stream, Some(end)),
+        Ok(taken) => match frame::write(&mut connection, &Response::Done) {
+            Ok(()) => stream::run(process, stream, taken, connection),
+            Err(_) => process.give_back(stream, Some(taken.end)),
         },
     }
 }

@@ -8,6 +8,7 @@ use crate::terminal;
 use guest_protocol::{ExitStatus, ProcessId, Spawn, Stream, WindowSize};
 use nix::errno::Errno;
 use nix::sys::epoll::{Epoll, EpollCreateFlags, EpollEvent, EpollFlags, EpollTimeout};
+use nix::sys::eventfd::{EfdFlags, EventFd};
 use nix::sys::signal::{Signal, kill};
 use nix::unistd::Pid;
 use std::collections::HashMap;
@@ -24,9 +25,33 @@ pub enum Slot {
     #[default]
     None,
     /// Waits to be attached.
-    Waiting(OwnedFd),
-    /// Is attached.
-    Attached,
+    Waiting(Waiting),
+    /// Is attached. The event asks whoever moves its bytes to let go of it.
+    Attached(Arc<EventFd>),
+}
+
+/// An end that waits to be attached.
+#[derive(Debug)]
+pub struct Waiting {
+    /// The end.
+    pub fd: OwnedFd,
+    /// What the process shall get before anything else.
+    pub rest: Vec<u8>,
+}
+
+impl From<OwnedFd> for Waiting {
+    fn from(fd: OwnedFd) -> Self {
+        Self { fd, rest: Vec::new() }
+    }
+}
+
+/// An end that is about to be attached.
+#[derive(Debug)]
+pub struct Taken {
+    /// The end, and what comes first.
+    pub end: Waiting,
+    /// Readable when it shall be let go of.
+    pub let_go: Arc<EventFd>,
 }
 
 /// The agent's ends of a process's streams.
@@ -117,11 +142,14 @@ impl Process {
     }
 
     /// Takes the agent's end of `stream`, to attach it.
-    pub fn take(&self, stream: Stream) -> Result<OwnedFd, Refusal> {
+    pub fn take(&self, stream: Stream) -> Result<Taken, Refusal> {
+        let flags = EfdFlags::EFD_CLOEXEC | EfdFlags::EFD_NONBLOCK;
+        let let_go = EventFd::from_flags(flags).map_err(Refusal::system("attach the stream"))?;
+        let let_go = Arc::new(let_go);
         let mut slots = lock(&self.slots);
         let slot = slots.slot(stream);
-        match std::mem::replace(slot, Slot::Attached) {
-            Slot::Waiting(fd) => Ok(fd),
+        match std::mem::replace(slot, Slot::Attached(let_go.clone())) {
+            Slot::Waiting(end) => Ok(Taken { end, let_go }),
             other => {
                 *slot = other;
                 Err(Refusal::NoSuchStream { process: self.id, stream })
@@ -130,12 +158,22 @@ impl Process {
     }
 
     /// Gives an end back that [`Process::take`] gave out, or tells that it is closed.
-    pub fn give_back(&self, stream: Stream, fd: Option<OwnedFd>) {
+    pub fn give_back(&self, stream: Stream, end: Option<Waiting>) {
         let mut slots = lock(&self.slots);
         let slot = slots.slot(stream);
         // Otherwise the process has been released meanwhile.
-        if matches!(slot, Slot::Attached) {
-            *slot = fd.map_or(Slot::None, Slot::Waiting);
+        if matches!(slot, Slot::Attached(_)) {
+            *slot = end.map_or(Slot::None, Slot::Waiting);
+        }
+    }
+
+    /// Asks whoever moves the bytes of `stream` to give it back.
+    pub fn detach(&self, stream: Stream) -> Result<(), Refusal> {
+        match lock(&self.slots).slot(stream) {
+            Slot::Attached(let_go) => {
+                let_go.write(1).map(drop).map_err(Refusal::system("detach the stream"))
+            }
+            Slot::None | Slot::Waiting(_) => Ok(()),
         }
     }
 }

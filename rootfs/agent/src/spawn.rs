@@ -84,7 +84,7 @@ impl Stdio {
 
     fn on_terminal(spawn: &Spawn, master: OwnedFd, slave: OwnedFd) -> io::Result<Self> {
         let end = |wanted| -> io::Result<Slot> {
-            Ok(if wanted { Slot::Waiting(master.try_clone()?) } else { Slot::None })
+            Ok(if wanted { Slot::Waiting(master.try_clone()?.into()) } else { Slot::None })
         };
         Ok(Self {
             slots: Slots {
@@ -104,7 +104,7 @@ impl Stdio {
             }
             let (theirs, ours) = pipe2(OFlag::O_CLOEXEC)?;
             fcntl(&ours, FcntlArg::F_SETFL(OFlag::O_NONBLOCK))?;
-            Ok((theirs, Slot::Waiting(ours)))
+            Ok((theirs, Slot::Waiting(ours.into())))
         };
         let output = |wanted: bool| -> Result<_, Errno> {
             if !wanted {
@@ -112,7 +112,7 @@ impl Stdio {
             }
             let (ours, theirs) = pipe2(OFlag::O_CLOEXEC)?;
             fcntl(&ours, FcntlArg::F_SETFL(OFlag::O_NONBLOCK))?;
-            Ok((theirs, Slot::Waiting(ours)))
+            Ok((theirs, Slot::Waiting(ours.into())))
         };
         let ((stdin, stdin_slot), (stdout, stdout_slot), (stderr, stderr_slot)) =
             (input()?, output(spawn.stdout)?, output(spawn.stderr)?);

@@ -176,6 +176,14 @@ impl Client {
         Ok(stream)
     }
 
+    /// Ends the connection of a stream in a way that loses no byte, see [`Request::Detach`].
+    ///
+    /// # Errors
+    /// Like all requests: [`Error`].
+    pub fn detach(&mut self, process: ProcessId, stream: Stream) -> Result<(), Error> {
+        self.done(&Request::Detach { process, stream })
+    }
+
     /// Sends a signal to a process.
     ///
     /// # Errors

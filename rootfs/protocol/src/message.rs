@@ -44,6 +44,21 @@ pub enum Request {
         /// Which one.
         stream: Stream,
     },
+    /// Ends the connection that a stream is attached to, so that the stream waits for the next
+    /// [`Request::Attach`] and no byte is lost: before a guest is saved, whose connections do not
+    /// come along. Legal until the process is released; without effect on a stream that is not
+    /// attached or has ended. Answer: [`Response::Done`], at once. Then
+    ///
+    /// - stdout, stderr: the agent closes the connection when it has sent what it has read.
+    /// - stdin: the host shuts its sending side down, which is not the stream's end this time. The
+    ///   agent closes the connection when it has got all; what the process has not read yet waits
+    ///   in the agent.
+    Detach {
+        /// Whose stream.
+        process: ProcessId,
+        /// Which one.
+        stream: Stream,
+    },
     /// Sends a signal. Legal until the process is released; to one that has exited, only the rest
     /// of its group gets it. Answer: [`Response::Done`].
     Signal {
@@ -100,6 +115,7 @@ impl Request {
             Self::Info => "info",
             Self::Spawn(_) => "spawn",
             Self::Attach { .. } => "attach",
+            Self::Detach { .. } => "detach",
             Self::Signal { .. } => "signal",
             Self::Resize { .. } => "resize",
             Self::Wait { .. } => "wait",

@@ -187,3 +187,74 @@ fn a_half_closed_stdin_does_not_end_the_output() {
     stdin.shutdown(Shutdown::Write).unwrap();
     assert_eq!(reading.join().unwrap(), "start\nend\n");
 }
+
+/// Lets go of a stream of a process, as the host does before it saves a guest.
+fn detach(agent: &Agent, process: guest_protocol::ProcessId, stream: Stream) {
+    agent.client().detach(process, stream).unwrap();
+}
+
+#[test]
+fn detached_output_is_whole_and_goes_on_with_the_next_connection() {
+    let agent = Agent::start();
+    let mut client = agent.client();
+    let spawn = Spawn { stdout: true, ..Spawn::new(["seq", "200000"]) };
+    let process = client.spawn(spawn).unwrap().process;
+    let mut all = String::new();
+    let mut connections = 0;
+    // Until the stream has ended, and cannot be attached.
+    while let Ok(mut stream) = client.attach(process, Stream::Stdout) {
+        connections += 1;
+        let mut some = [0; 1000];
+        let read = stream.read(&mut some).unwrap();
+        all.push_str(std::str::from_utf8(&some[..read]).unwrap());
+        if connections <= 20 {
+            detach(&agent, process, Stream::Stdout);
+        }
+        stream.read_to_string(&mut all).unwrap();
+    }
+    assert!(connections > 1, "{connections}");
+    let lines: Vec<u32> = all.lines().map(|line| line.parse().unwrap()).collect();
+    assert_eq!(lines, (1..=200_000).collect::<Vec<u32>>());
+    assert_eq!(client.wait(process).unwrap(), ExitStatus::Code(0));
+}
+
+#[test]
+fn a_detached_stream_is_no_broken_pipe() {
+    let agent = Agent::start();
+    let mut client = agent.client();
+    let process = client.spawn(Spawn { stdout: true, ..Spawn::new(["yes"]) }).unwrap().process;
+    let mut stream = client.attach(process, Stream::Stdout).unwrap();
+    detach(&agent, process, Stream::Stdout);
+    stream.read_to_end(&mut Vec::new()).unwrap();
+    // Again, and it is no error.
+    detach(&agent, process, Stream::Stdout);
+    let mut stream = client.attach(process, Stream::Stdout).unwrap();
+    stream.read_exact(&mut [0; 100_000]).unwrap();
+    client.signal(process, 9).unwrap();
+    assert_eq!(client.wait(process).unwrap(), ExitStatus::Signal(9));
+}
+
+#[test]
+fn detached_input_waits_for_a_process_that_does_not_read() {
+    let agent = Agent::start();
+    let mut client = agent.client();
+    let spawn = Spawn { stdin: true, stdout: true, ..sh("kill -STOP $$; wc -c") };
+    let process = client.spawn(spawn).unwrap().process;
+    let stream = client.attach(process, Stream::Stdin).unwrap();
+    let mut writer = stream.try_clone().unwrap();
+    // More than the pipe to the process holds.
+    let feed = thread::spawn(move || writer.write_all(&[b'x'; 150_000]).map(|()| writer));
+    thread::sleep(Duration::from_millis(100));
+    detach(&agent, process, Stream::Stdin);
+    let writer = feed.join().unwrap().unwrap();
+    writer.shutdown(Shutdown::Write).unwrap();
+    let mut stream = stream;
+    assert_eq!(stream.read(&mut [0]).unwrap(), 0, "the agent has all of it");
+    let mut again = client.attach(process, Stream::Stdin).unwrap();
+    client.signal(process, 18).unwrap();
+    again.write_all(b"and more").unwrap();
+    again.shutdown(Shutdown::Write).unwrap();
+    let mut text = String::new();
+    client.attach(process, Stream::Stdout).unwrap().read_to_string(&mut text).unwrap();
+    assert_eq!(text, "150008\n");
+}
