@@ -5,6 +5,8 @@
 //! that is gone, or that another one has taken the place of, becomes a tombstone, which answers ESTALE;
 //! the guest's kernel then looks the path up anew. What fails for other reasons, too many open files
 //! for instance, fails the restore as a whole: it says nothing about the file.
+//!
+//! In a copy of the directory (the policy `copy`) only name and kind must be the same.
 
 use std::collections::VecDeque;
 use std::io;
@@ -18,7 +20,7 @@ use crate::identity::Seen;
 use crate::names::Name;
 use crate::share::Policy;
 use crate::state::{Mount, Orphan, SavedHandle, SavedNode, ShareIdentity, StateError};
-use crate::table::{Handle, Identity, Node, Place, ROOT};
+use crate::table::{Handle, Identity, Node, Place, ROOT, UNKNOWN};
 use crate::tracked::{Core, Inside, Tracked, c_name, ourselves};
 
 /// From so many nodes on they are looked up when they are needed, or when there is time.
@@ -69,7 +71,7 @@ pub enum RestoreError {
     Tag { was: String },
     #[error("its setting {0}; a guest that knows the share keeps its settings")]
     Setting(String),
-    #[error("{path:?} is a different directory than the one that was saved; use the policy remap")]
+    #[error("{path:?} is a different directory than the one that was saved; use the policy remap, or copy if it is a copy")]
     OtherDirectory { path: String },
     #[error("its mount is not answered as it was; the release of the file server differs too much")]
     Init,
@@ -115,7 +117,7 @@ impl<F: Core> Tracked<F> {
     pub fn restore(&self, mount: Mount, policy: Policy, tag: &str) -> Result<Report, RestoreError> {
         let mut inside = self.inside();
         let mut report = Report { tag: tag.to_owned(), policy, ..Report::default() };
-        take_in(&mut inside, &mount.nodes);
+        take_in(&mut inside, &mount.nodes, policy);
         let lazy = policy == Policy::Tolerant && mount.nodes.len() >= LAZY_FROM;
         let failed = match policy {
             Policy::Remap => Vec::new(),
@@ -123,7 +125,7 @@ impl<F: Core> Tracked<F> {
                 leave_cold(&mut inside, &mount.nodes);
                 Vec::new()
             }
-            Policy::Strict | Policy::Tolerant => self.find_all(&mut inside, &mount.nodes)?,
+            Policy::Strict | Policy::Tolerant | Policy::Copy => self.find_all(&mut inside, &mount.nodes)?,
         };
         if policy != Policy::Remap {
             self.remake_orphans(&mut inside, &mount.orphans, &mut report)?;
@@ -207,7 +209,7 @@ impl<F: Core> Tracked<F> {
         let kind = entry.attr.mode & libc::S_IFMT;
         let reason = if kind != node.kind {
             Some("of another kind")
-        } else if !is_same(node.identity, entry.attr.ino, seen) {
+        } else if !node.is_unknown() && !is_same(node.identity, entry.attr.ino, seen) {
             Some("replaced")
         } else if inside.table.by_inner(entry.inode).is_some() {
             Some("another node's file")
@@ -215,7 +217,13 @@ impl<F: Core> Tracked<F> {
             None
         };
         match reason {
-            None => Ok(Found::It(entry.inode)),
+            None => {
+                let identity = Identity { ino: entry.attr.ino, btime: seen.identity.btime };
+                if let Some(node) = inside.table.node_mut(child).filter(|node| node.is_unknown()) {
+                    node.identity = identity;
+                }
+                Ok(Found::It(entry.inode))
+            }
             Some(reason) => {
                 self.core().forget(ourselves(), entry.inode, 1);
                 Ok(Found::Not(reason))
@@ -371,9 +379,12 @@ impl<F: Core> Tracked<F> {
 }
 
 /// All nodes, none of them found yet but the root.
-fn take_in(inside: &mut Inside, nodes: &[SavedNode]) {
+fn take_in(inside: &mut Inside, nodes: &[SavedNode], policy: Policy) {
     for saved in nodes.iter().filter(|node| node.id != ROOT) {
-        let identity = Identity { ino: saved.ino, btime: saved.btime };
+        let identity = match policy {
+            Policy::Copy => UNKNOWN,
+            _ => Identity { ino: saved.ino, btime: saved.btime },
+        };
         let mut node = Node::new(Place::Tombstone, saved.kind, identity);
         node.lookups = saved.lookups;
         inside.table.insert(saved.id, node);

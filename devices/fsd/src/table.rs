@@ -27,6 +27,9 @@ pub struct Identity {
     pub btime: u64,
 }
 
+/// That of a file whose name is all that is known of it. No file has it.
+pub const UNKNOWN: Identity = Identity { ino: 0, btime: u64::MAX };
+
 /// Where a node's file is.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Place {
@@ -64,6 +67,11 @@ impl Node {
     pub fn new(place: Place, kind: u32, identity: Identity) -> Self {
         let (names, children) = (Vec::new(), BTreeMap::new());
         Self { place, lookups: 0, kind, identity, names, children, handles: 0, used: 0 }
+    }
+
+    /// Whether its name is all that is known of its file.
+    pub fn is_unknown(&self) -> bool {
+        self.identity == UNKNOWN
     }
 
     fn is_needed(&self) -> bool {

@@ -68,6 +68,8 @@ pub enum Policy {
     Tolerant,
     /// Another directory takes its place: all that was known is stale, and is looked up anew.
     Remap,
+    /// A copy of the directory takes its place: what has the same name and kind is the same.
+    Copy,
 }
 
 /// A share.

@@ -11,7 +11,7 @@ use crate::console::ConsoleSink;
 
 /// All the forms there are.
 const FORMS: &str = "disk:ID=FILE, pmem:ID=FILE, net:ID=tap:NAME, net:ID=fd:N[:N…], \
-                     fs:ID=path=DIR,policy=strict|tolerant|remap (either part), vsock=PATH or \
+                     fs:ID=path=DIR,policy=strict|tolerant|remap|copy (either part), vsock=PATH or \
                      console=off|stderr|file:PATH";
 
 /// Why an override is refused.

@@ -60,7 +60,7 @@ pub struct RestoreOptions {
     pub uffd_socket: Option<PathBuf>,
 
     /// Give a device something else than it had: disk:ID=FILE, pmem:ID=FILE, net:ID=tap:NAME,
-    /// net:ID=fd:N[:N…], fs:ID=path=DIR,policy=strict|tolerant|remap (either part), vsock=PATH or
+    /// net:ID=fd:N[:N…], fs:ID=path=DIR,policy=strict|tolerant|remap|copy (either part), vsock=PATH or
     /// console=off|stderr|file:PATH; may be repeated. A rootfs is disk:rootfs. vsock is the api socket's path with .vsock added otherwise
     #[arg(long = "override", value_name = "KIND:ID=…")]
     pub overrides: Vec<String>,
@@ -129,7 +129,8 @@ folder (--trust-paths).
 Shares (--fs) go on with all that the guest has open in them. Files that have changed meanwhile are
 stale (ESTALE) to whoever had them open, and are found anew by their paths; policy=strict refuses the
 restore instead. policy=remap puts another directory in the place of the share: all that was open in the
-old one is stale. cube-vmm fs report tells what has become of what.
+old one is stale. policy=copy says that the directory is a copy: what has the same name there, and is of
+the same kind, is taken for the same file. cube-vmm fs report tells what has become of what.
 
 A page fault handler (--uffd-socket) gets one line of JSON with the regions of guest memory, and with
 it two descriptors: the userfaultfd, and the file with the content. It answers \"ready\" and a newline

@@ -61,7 +61,7 @@ pub enum ShareError {
     NotAllowed { tag: String, path: PathBuf },
     #[error("cache {0:?} is not known; use none, auto or always")]
     Cache(String),
-    #[error("policy {0:?} is not known; use strict, tolerant or remap")]
+    #[error("policy {0:?} is not known; use strict, tolerant, remap or copy")]
     Policy(String),
 }
 
@@ -80,6 +80,7 @@ pub fn policy(text: &str) -> Result<Policy, ShareError> {
         "strict" => Policy::Strict,
         "tolerant" => Policy::Tolerant,
         "remap" => Policy::Remap,
+        "copy" => Policy::Copy,
         _ => return Err(ShareError::Policy(text.to_owned())),
     })
 }

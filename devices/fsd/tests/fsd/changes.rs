@@ -203,6 +203,33 @@ fn i3_another_directory_is_refused_unless_that_is_asked_for() {
 }
 
 #[test]
+fn i5_a_copy_of_a_directory_goes_on_by_names() {
+    let (a, b) = two();
+    for share in [&a, &b] {
+        fs::create_dir(share.path().join("cwd")).unwrap();
+    }
+    fs::write(a.path().join("cwd/kind"), "a file").unwrap();
+    fs::create_dir(b.path().join("cwd/kind")).unwrap();
+    let mut guest = mounted(a.path());
+    let common = guest.lookup(ROOT, "common").unwrap().node;
+    let only = guest.lookup(ROOT, "only_a").unwrap().node;
+    let cwd = guest.lookup(ROOT, "cwd").unwrap().node;
+    let kind = guest.lookup(cwd, "kind").unwrap().node;
+    let handle = guest.open(common, READ).unwrap();
+    let (guest, report) = moved(guest, b.path(), Settings::default(), Policy::Copy).unwrap();
+    assert_eq!((report.restored, report.stale_total, report.handles), (3, 2, 1), "{report:?}");
+    // Once more, and now it is the same directory.
+    let settings = Settings::default();
+    let (mut guest, report) = moved(guest, b.path(), settings, Policy::Tolerant).unwrap();
+    assert_eq!((report.restored, report.handles), (3, 1), "{report:?}");
+    assert_eq!(guest.read(common, handle, 0, 99).unwrap(), b"common of b");
+    assert_eq!(guest.lookup(ROOT, "cwd").unwrap().node, cwd);
+    for gone in [only, kind] {
+        assert_eq!(guest.getattr(gone), Err(libc::ESTALE));
+    }
+}
+
+#[test]
 fn i4_a_current_directory_in_a_share_that_is_replaced_is_stale() {
     let (a, b) = two();
     for share in [&a, &b] {

@@ -370,6 +370,7 @@ impl Policy {
             Policy::Strict => "strict",
             Policy::Tolerant => "tolerant",
             Policy::Remap => "remap",
+            Policy::Copy => "copy",
         }
     }
 }
