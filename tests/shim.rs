@@ -11,8 +11,10 @@ use std::process::ExitCode;
 mod battery;
 #[path = "shim/endings.rs"]
 mod endings;
+#[path = "shim/sleep.rs"]
+mod sleep;
 
 fn main() -> ExitCode {
-    let modules = [battery::trials(), endings::trials()];
+    let modules = [battery::trials(), endings::trials(), sleep::trials()];
     harness::lab::run_here_or_in_lab(modules.into_iter().flatten().collect())
 }

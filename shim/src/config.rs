@@ -5,6 +5,7 @@ use std::path::{Path, PathBuf};
 use serde::Deserialize;
 
 use crate::error::{Error, Result};
+use crate::wishes::PauseTo;
 
 /// Where it is, unless the environment says otherwise.
 pub const PATH: &str = "/etc/cube/config.toml";
@@ -33,6 +34,12 @@ pub struct Config {
     pub max_memory_mib: u64,
     /// How long a guest may take to boot, in seconds.
     pub boot_timeout_s: u64,
+    /// Where a pause leaves a sandbox whose containers do not say.
+    pub pause_to: PauseTo,
+    /// The folder for the states of sandboxes that are paused to disk.
+    pub pause_dir: PathBuf,
+    /// How long the ports that a sandbox shall answer at may take after a resume, in seconds.
+    pub resume_timeout_s: u64,
     /// More options for `cube-vmm start`.
     pub vmm_options: Vec<String>,
 }
@@ -49,6 +56,9 @@ impl Default for Config {
             max_cpus: 64,
             max_memory_mib: 1 << 20,
             boot_timeout_s: 60,
+            pause_to: PauseTo::Memory,
+            pause_dir: "/var/lib/cube/paused".into(),
+            resume_timeout_s: 30,
             vmm_options: Vec::new(),
         }
     }

@@ -28,6 +28,19 @@ pub struct Container {
 struct More {
     execs: BTreeMap<String, Arc<Process>>,
     paused: bool,
+    sleep: Sleep,
+}
+
+/// Whether there is a VM around it.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub enum Sleep {
+    /// There is.
+    #[default]
+    Awake,
+    /// Its state is being written.
+    FallingAsleep,
+    /// Its state is on the disk, and the VM is gone.
+    Asleep,
 }
 
 impl Container {
@@ -68,7 +81,7 @@ impl Container {
             return Err(Error::State(format!("cannot exec in a stopped container: {name}")));
         }
         let mut more = self.more();
-        if more.paused {
+        if more.paused || more.sleep != Sleep::Awake {
             return Err(Error::State(format!("cannot exec in a paused container: {name}")));
         }
         if more.execs.contains_key(exec) {
@@ -84,9 +97,25 @@ impl Container {
         self.more().execs.remove(exec);
     }
 
-    /// Whether it is paused.
+    /// All processes, the first one included.
+    pub fn processes(&self) -> Vec<Arc<Process>> {
+        std::iter::once(self.init.clone()).chain(self.execs()).collect()
+    }
+
+    /// Whether it is paused, in whichever way.
     pub fn is_paused(&self) -> bool {
+        let more = self.more();
+        more.paused || more.sleep != Sleep::Awake
+    }
+
+    /// Whether it is paused in memory, be its VM awake or not.
+    pub fn is_frozen(&self) -> bool {
         self.more().paused
+    }
+
+    /// Its VM is there, or is not.
+    pub fn set_sleep(&self, sleep: Sleep) {
+        self.more().sleep = sleep;
     }
 
     /// It is, or is no longer.
@@ -97,6 +126,7 @@ impl Container {
     /// The state of one of its processes, as containerd shall see it.
     pub fn status(&self, process: &Process) -> Status {
         match process.status() {
+            Status::RUNNING if self.more().sleep == Sleep::FallingAsleep => Status::PAUSING,
             Status::RUNNING if self.is_paused() => Status::PAUSED,
             status => status,
         }
@@ -141,6 +171,23 @@ mod tests {
         container.set_paused(true);
         assert_eq!(container.status(&container.init), Status::CREATED);
         container.init.start().unwrap();
+        assert_eq!(container.status(&container.init), Status::PAUSED);
+    }
+
+    #[test]
+    fn sleep_is_a_pause_and_what_was_paused_before_stays_so() {
+        let container = container();
+        container.init.start().unwrap();
+        container.set_sleep(Sleep::FallingAsleep);
+        assert_eq!(container.status(&container.init), Status::PAUSING);
+        container.set_sleep(Sleep::Asleep);
+        assert_eq!(container.status(&container.init), Status::PAUSED);
+        assert!(matches!(container.add("a", Stdio::default()), Err(Error::State(_))));
+        container.set_sleep(Sleep::Awake);
+        assert_eq!(container.status(&container.init), Status::RUNNING);
+        container.set_paused(true);
+        container.set_sleep(Sleep::Asleep);
+        container.set_sleep(Sleep::Awake);
         assert_eq!(container.status(&container.init), Status::PAUSED);
     }
 }

@@ -7,7 +7,6 @@ use std::time::{Duration, SystemTime};
 
 use containerd_shim_protos::types::mount::Mount;
 use containerd_shim_protos::types::task::Status;
-use hypervisor::api::Request;
 use serde_json::Value;
 use tokio::task::spawn_blocking;
 
@@ -15,7 +14,8 @@ use crate::container::Container;
 use crate::error::{Error, Result, io};
 use crate::process::{End, Process};
 use crate::rootfs::{self, Root};
-use crate::sandbox::Sandbox;
+use crate::sandbox::{KILLED, Sandbox};
+use crate::sleep::Doomed;
 use crate::spec::{self, Adapted};
 use crate::stdio::Stdio;
 use crate::vm::Vm;
@@ -37,6 +37,20 @@ pub struct New {
     pub stdio: Stdio,
 }
 
+/// Refuses a signal that cannot be sent.
+fn check_killable(container: &Container, process: &Process, kill: bool) -> Result<()> {
+    if process.end().is_some() {
+        return Err(Error::NotFound(format!("process already finished: {}", process.name)));
+    }
+    if container.is_paused() && !kill {
+        return Err(Error::State(format!(
+            "task {} is paused: it gets no signal but SIGKILL",
+            container.id
+        )));
+    }
+    Ok(())
+}
+
 /// Reads the spec in a bundle.
 pub fn read_spec(bundle: &Path) -> Result<Value> {
     let path = bundle.join("config.json");
@@ -51,6 +65,7 @@ impl Sandbox {
         bootstrap::check_name("container", &new.id)?;
         new.stdio.check()?;
         let spec = read_spec(&new.bundle)?;
+        let _quiet = self.quiet.read().await;
         let container = Arc::new(Container::new(&new.id, new.bundle.clone(), new.stdio.clone()));
         self.add(&container)?;
         let changing = container.changing.lock().await;
@@ -71,6 +86,7 @@ impl Sandbox {
     ) -> Result<()> {
         let folder = new.bundle.join(spec["root"]["path"].as_str().unwrap_or("rootfs"));
         let adapted = spec::adapt(spec.clone(), &container.id)?;
+        self.wish(&spec)?;
         // Files are mounted while the guest boots. Both are waited for even if one fails: what is
         // mounted later would be left.
         let (vm, laid_out) = tokio::join!(
@@ -107,6 +123,9 @@ impl Sandbox {
 
     /// Takes away what the guest and the host have of a container.
     async fn unmake(&self, container: &Container) {
+        if self.life.is_asleep() {
+            self.doom(Doomed { container: container.id.clone(), exec: String::new() });
+        }
         if let Ok(vm) = self.vm()
             && let Err(error) = oci::delete(&vm.guest, &container.id).await
         {
@@ -125,6 +144,7 @@ impl Sandbox {
         process: &Arc<Process>,
     ) -> Result<()> {
         let changing = container.changing.lock().await;
+        let _quiet = self.quiet.read().await;
         let vm = self.running_vm(container)?;
         process.start()?;
         let exec = process.name.exec.as_str();
@@ -180,23 +200,27 @@ impl Sandbox {
 
     /// Sends a signal. Whatever is paused, dead or not answering can be killed.
     pub async fn kill(
-        &self,
-        container: &Container,
-        process: &Process,
+        self: &Arc<Self>,
+        container: &Arc<Container>,
+        process: &Arc<Process>,
         signal: u32,
         all: bool,
     ) -> Result<()> {
-        if process.end().is_some() {
-            return Err(Error::NotFound(format!("process already finished: {}", process.name)));
-        }
         let kill = signal == libc::SIGKILL.unsigned_abs();
-        if container.is_paused() {
-            if !kill {
-                return Err(Error::State(format!(
-                    "task {} is paused: it gets no signal but SIGKILL",
-                    container.id
-                )));
+        let mut quiet = self.quiet.read().await;
+        while self.life.is_asleep() {
+            drop(quiet);
+            let alone = self.quiet.write().await;
+            // It may have been resumed meanwhile.
+            if self.life.is_asleep() {
+                check_killable(container, process, kill)?;
+                return self.kill_asleep(container, process).await;
             }
+            drop(alone);
+            quiet = self.quiet.read().await;
+        }
+        check_killable(container, process, kill)?;
+        if container.is_paused() {
             return self.kill_paused(container).await;
         }
         let vm = self.vm()?;
@@ -212,7 +236,8 @@ impl Sandbox {
         }
     }
 
-    fn is_alone(&self, container: &Container) -> bool {
+    /// Whether there is no other container in it.
+    pub fn is_alone(&self, container: &Container) -> bool {
         self.all().iter().all(|other| other.id == container.id)
     }
 
@@ -230,46 +255,11 @@ impl Sandbox {
         Ok(())
     }
 
-    /// Stops a container where it is: the whole VM if there is nothing else in it.
-    pub async fn pause(&self, container: &Container) -> Result<()> {
-        let _changing = container.changing.lock().await;
-        if container.status(&container.init) != Status::RUNNING {
-            return Err(Error::State(format!(
-                "task {} is not running, so it cannot be paused",
-                container.id
-            )));
-        }
-        let vm = self.vm()?;
-        if self.is_alone(container) {
-            vm.vmm.ask(&Request::Pause {}).await?;
-        } else {
-            oci::pause(&vm.guest, &container.id).await?;
-        }
-        container.set_paused(true);
-        Ok(())
-    }
-
-    /// Lets it go on. Done when the guest has answered.
-    pub async fn resume(&self, container: &Container) -> Result<()> {
-        let _changing = container.changing.lock().await;
-        if !container.is_paused() {
-            return Err(Error::State(format!("task {} is not paused", container.id)));
-        }
-        let vm = self.vm()?;
-        if self.is_alone(container) {
-            vm.vmm.ask(&Request::Resume {}).await?;
-            vm.guest.call(&guest_protocol::Request::Ping).await?;
-        } else {
-            oci::resume(&vm.guest, &container.id).await?;
-        }
-        container.set_paused(false);
-        Ok(())
-    }
-
     /// Changes the limits of a container.
     pub async fn update(&self, container: &Container, resources: &[u8]) -> Result<()> {
         let resources: Value = serde_json::from_slice(resources)
             .map_err(|error| Error::Invalid(format!("the resources: {error}")))?;
+        let _quiet = self.quiet.read().await;
         let vm = self.running_vm(container)?;
         let name = "resources.json";
         record::write(&self.place.container(&container.id).join(name), &resources)?;
@@ -279,6 +269,7 @@ impl Sandbox {
     /// Takes a container away that has ended or never ran, and tells how it has ended.
     pub async fn delete(&self, container: &Arc<Container>) -> Result<End> {
         let _changing = container.changing.lock().await;
+        let _quiet = self.quiet.read().await;
         match container.status(&container.init) {
             Status::STOPPED => {}
             Status::CREATED => self.end_created(container).await?,
@@ -297,7 +288,11 @@ impl Sandbox {
         Ok(container.init.end().unwrap_or(lost))
     }
 
-    async fn end_created(&self, container: &Container) -> Result<()> {
+    async fn end_created(&self, container: &Arc<Container>) -> Result<()> {
+        if self.life.is_asleep() {
+            self.ended(container, &container.init, KILLED).await;
+            return Ok(());
+        }
         if let Ok(vm) = self.vm() {
             let signal = libc::SIGKILL.unsigned_abs();
             oci::kill(&vm.guest, &container.id, "", signal, true).await?;
@@ -319,6 +314,7 @@ impl Sandbox {
             )));
         }
         process.drain().await;
+        let _quiet = self.quiet.read().await;
         if let Ok(vm) = self.running_vm(container)
             && let Err(error) = oci::forget(&vm.guest, &container.id, &process.name.exec).await
         {

@@ -5,8 +5,9 @@
 //! | `bootstrap`, `start`, `delete`, `serve` | what the program is run for |
 //! | `task`, `lifecycle`, `stats` | the Task service; what its calls do |
 //! | `sandbox`, `container`, `process` | what there is, and how it is |
+//! | `life`, `sleep`, `wishes` | where the VM is in its life; pauses; what pods ask for |
 //! | `vm`, `vmm`, `guest`, `oci` | the VM; its VMM; the agent in it; containers in it |
-//! | `spec`, `sizing`, `rootfs`, `stdio` | a container's spec, size, files and streams |
+//! | `spec`, `sizing`, `rootfs`, `stdio`, `streams` | a container's spec, size, files and streams |
 //! | `network` | a pod's interfaces, for the guest |
 //! | `events`, `logs`, `record`, `place` | what is told, and written down, and where |
 //! | `config`, `clock`, `error` | the operator's settings; times; refusals |
@@ -19,6 +20,7 @@ mod delete;
 mod error;
 mod events;
 mod guest;
+mod life;
 mod lifecycle;
 mod logs;
 mod network;
@@ -30,13 +32,16 @@ mod rootfs;
 mod sandbox;
 mod serve;
 mod sizing;
+mod sleep;
 mod spec;
 mod start;
 mod stats;
 mod stdio;
+mod streams;
 mod task;
 mod vm;
 mod vmm;
+mod wishes;
 
 use std::io::Write;
 use std::process::ExitCode;
@@ -64,6 +69,9 @@ says; each has a default:
   overhead_mib = 128                                    added to a container's memory limit
   max_cpus = 64, max_memory_mib = 1048576               the largest VM
   boot_timeout_s = 60                                   how long a guest may take to boot
+  pause_to = \"memory\"                                   where a pause leaves a VM: memory or disk
+  pause_dir = \"/var/lib/cube/paused\"                   the states of those paused to disk
+  resume_timeout_s = 30                                 how long a port may take after a resume
   vmm_options = []                                      more options for `cube-vmm start`
 
 Usage, by containerd:

@@ -6,6 +6,7 @@
 //!     vm.json              who runs here, see `record`
 //!     api.sock, vsock.sock the VMM's sockets
 //!     vmm.log              what the VMM had to say
+//!     paused               link to the folder of its state on the disk, if it was ever paused to it
 //!     share/               what the guest sees, at /run/cube/share
 //!         <container>/config.json, rootfs/, mounts/<n>, <exec>.json
 //! ```
@@ -21,6 +22,8 @@ use crate::error::{Result, io};
 
 /// Where all of them are.
 pub const ROOT: &str = "/run/cube";
+/// The link to its state on the disk.
+const PAUSED: &str = "paused";
 /// Where the guest sees `share`.
 pub const GUEST_SHARE: &str = "/run/cube/share";
 
@@ -67,10 +70,29 @@ impl Place {
             .map_err(io(format!("mount {} on itself", share.display())))
     }
 
-    /// Takes all mounts below it away, and then it. Whatever is not there is as good.
+    /// Takes all mounts below it away, its state on the disk, and then it. Whatever is not there is
+    /// as good.
     pub fn clear(&self) -> Result<()> {
         unmount_below(&self.0)?;
+        let state = fs::read_link(self.file(PAUSED));
+        // Whatever else the link may lead to is nothing of this sandbox's.
+        if let Some(state) = state.ok().filter(|state| state.file_name() == self.0.file_name()) {
+            remove(&state)?;
+        }
         remove(&self.0)
+    }
+
+    /// Makes a folder for its state in `dir`, which is on a disk.
+    pub fn bed(&self, dir: &Path) -> Result<PathBuf> {
+        let bed = dir.join(self.0.file_name().unwrap_or_default());
+        let failed = || format!("make the folder {}", bed.display());
+        fs::DirBuilder::new().recursive(true).mode(0o700).create(&bed).map_err(io(failed()))?;
+        match std::os::unix::fs::symlink(&bed, self.file(PAUSED)) {
+            Err(error) if error.kind() != std::io::ErrorKind::AlreadyExists => {
+                Err(io(failed())(error))
+            }
+            _ => Ok(bed),
+        }
     }
 
     /// Clears what a container has.
@@ -80,7 +102,8 @@ impl Place {
     }
 }
 
-fn remove(path: &Path) -> Result<()> {
+/// Removes a folder, which may not be there.
+pub fn remove(path: &Path) -> Result<()> {
     match fs::remove_dir_all(path) {
         Err(error) if error.kind() != std::io::ErrorKind::NotFound => {
             Err(io(format!("remove {}", path.display()))(error))
@@ -143,6 +166,20 @@ mod tests {
         let found = mounts_below(list, Path::new("/run/cube/a"));
         let expected = ["/run/cube/a/share", "/run/cube/a/share/c d/rootfs"];
         assert_eq!(found, expected.map(PathBuf::from));
+    }
+
+    #[test]
+    fn the_state_on_the_disk_goes_with_its_sandbox() {
+        let dir = tempfile::tempdir().unwrap();
+        let place = Place(dir.path().join("run/abc"));
+        fs::create_dir_all(&place.0).unwrap();
+        let disk = dir.path().join("disk");
+        let bed = place.bed(&disk).unwrap();
+        assert_eq!(place.bed(&disk).unwrap(), bed, "again");
+        fs::write(bed.join("memory"), "").unwrap();
+        place.clear().unwrap();
+        assert_eq!(fs::read_dir(&disk).unwrap().count(), 0);
+        assert!(!place.0.exists());
     }
 
     #[test]

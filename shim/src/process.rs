@@ -11,7 +11,8 @@ use tokio::sync::watch;
 
 use crate::error::{Error, Result};
 use crate::guest::Guest;
-use crate::stdio::{Ends, Stdio, Streams};
+use crate::stdio::{Ends, Stdio};
+use crate::streams::Streams;
 
 /// How long output may take to be read by the client after the process has ended.
 pub const DRAIN: Duration = Duration::from_secs(10);
@@ -89,7 +90,7 @@ impl Process {
             ..Spawn::new(argv)
         };
         let keeper = guest.spawn(spawn).await?.process;
-        let streams = std::sync::Arc::new(ends.connect(guest, keeper).await?);
+        let streams = std::sync::Arc::new(Streams::connect(ends, guest, keeper).await?);
         let mut state = self.state();
         if state.input_closed {
             streams.close_input();
@@ -110,6 +111,34 @@ impl Process {
                 streams.connect_input(&self.stdio, guest, keeper).await
             }
             _ => Err(Error::State(format!("{} is not in the guest", self.name))),
+        }
+    }
+
+    fn connected(&self) -> Option<(ProcessId, std::sync::Arc<Streams>)> {
+        let state = self.state();
+        state.keeper.zip(state.streams.clone())
+    }
+
+    /// Makes the guest let go of its streams, so that it can be saved.
+    pub async fn let_go(&self, guest: &Guest) -> Result<()> {
+        match self.connected() {
+            Some((keeper, streams)) => streams.let_go(guest, keeper).await,
+            None => Ok(()),
+        }
+    }
+
+    /// Connects its streams with the guest that goes on.
+    pub async fn attach(&self, guest: &Guest) -> Result<()> {
+        match self.connected() {
+            Some((keeper, streams)) => streams.attach(guest, keeper).await,
+            None => Ok(()),
+        }
+    }
+
+    /// The guest goes on for good.
+    pub fn settle(&self) {
+        if let Some((_, streams)) = self.connected() {
+            streams.settle();
         }
     }
 

@@ -3,30 +3,34 @@
 
 use std::collections::BTreeMap;
 use std::path::PathBuf;
+use std::sync::atomic::AtomicU64;
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::time::{Duration, SystemTime};
 
 use containerd_shim_protos::events::task::{TaskExit, TaskOOM};
 use containerd_shim_protos::protobuf::MessageField;
 use serde_json::Value;
-use tokio::sync::{OnceCell, watch};
+use tokio::sync::{RwLock, watch};
 
 use crate::clock::{nanos, timestamp};
 use crate::config::Config;
 use crate::container::Container;
 use crate::error::{Error, Result};
 use crate::events::Events;
+use crate::life::{Life, Phase, Step};
 use crate::network::{self, Network};
 use crate::oci;
 use crate::place::Place;
 use crate::process::{End, Process};
 use crate::record::{self, Identity};
 use crate::sizing::Size;
+use crate::sleep::{Bed, Doomed};
 use crate::vm::Vm;
 use crate::vmm::Vmm;
+use crate::wishes::Wishes;
 
 /// The exit status of what was killed, or whose VM is gone.
-const KILLED: u32 = 137;
+pub const KILLED: u32 = 137;
 /// How long the end of a container's first process waits for the ends of the others to be told.
 const OTHERS: Duration = Duration::from_secs(1);
 /// How often it is looked whether the sandbox is still wanted.
@@ -47,7 +51,16 @@ pub struct Sandbox {
     pub config: Config,
     /// Where its events go.
     pub events: Events,
-    vm: OnceCell<Arc<Vm>>,
+    /// Its VM.
+    pub life: Life<Arc<Vm>, Arc<Bed>>,
+    /// Whoever talks to the guest for a purpose reads, so that it is not saved or ended in the midst
+    /// of that; whoever does so writes.
+    pub quiet: RwLock<()>,
+    /// How many snapshots there have been.
+    pub snapshots: AtomicU64,
+    booting: tokio::sync::Mutex<()>,
+    wishes: Mutex<Wishes>,
+    doomed: Mutex<Vec<Doomed>>,
     containers: Mutex<BTreeMap<String, Arc<Container>>>,
     over: watch::Sender<bool>,
 }
@@ -61,13 +74,19 @@ impl Sandbox {
         config: Config,
         events: Events,
     ) -> Arc<Self> {
+        let wishes = Mutex::new(Wishes::new(&config));
         Arc::new(Self {
             namespace: namespace.to_owned(),
             id: id.to_owned(),
             place,
             config,
             events,
-            vm: OnceCell::new(),
+            life: Life::default(),
+            quiet: RwLock::default(),
+            snapshots: AtomicU64::default(),
+            booting: tokio::sync::Mutex::default(),
+            wishes,
+            doomed: Mutex::default(),
             containers: Mutex::default(),
             over: watch::Sender::new(false),
         })
@@ -103,28 +122,68 @@ impl Sandbox {
         self.containers().remove(id);
     }
 
-    /// The VM, if it has been booted and is still there.
+    /// What its pod asks for.
+    pub fn wishes(&self) -> Wishes {
+        self.wishes.lock().unwrap_or_else(PoisonError::into_inner).clone()
+    }
+
+    /// Takes in what one more container asks for.
+    pub fn wish(&self, spec: &Value) -> Result<()> {
+        let mut wishes = self.wishes.lock().unwrap_or_else(PoisonError::into_inner);
+        *wishes = wishes.clone().with(spec)?;
+        Ok(())
+    }
+
+    /// This is to be taken from the guest when it goes on.
+    pub fn doom(&self, doomed: Doomed) {
+        let mut all = self.doomed.lock().unwrap_or_else(PoisonError::into_inner);
+        if !all.contains(&doomed) {
+            all.push(doomed);
+        }
+    }
+
+    /// All that is, which is then no longer known here.
+    pub fn take_doomed(&self) -> Vec<Doomed> {
+        std::mem::take(&mut *self.doomed.lock().unwrap_or_else(PoisonError::into_inner))
+    }
+
+    /// The VM, if it has been booted, is still there and is not asleep.
     pub fn vm(&self) -> Result<Arc<Vm>> {
-        let vm = self.vm.get().filter(|vm| vm.lives()).cloned();
+        if self.life.is_asleep() {
+            return Err(Error::State(format!("sandbox {} is paused to disk", self.id)));
+        }
+        let vm = self.life.vm().filter(|vm| vm.lives());
         vm.ok_or_else(|| Error::NotFound(format!("the VM of sandbox {}", self.id)))
     }
 
     /// What stands for the VM's processes on the host.
     pub fn pid(&self) -> u32 {
-        self.vm.get().map_or_else(std::process::id, |vm| vm.vmm.identity.pid)
+        self.life.vm().map_or_else(std::process::id, |vm| vm.vmm.identity.pid)
     }
 
     /// The VM, booted now if this is the first container. A VM that is gone is not booted anew.
     pub async fn booted(&self, spec: &Value) -> Result<Arc<Vm>> {
-        let vm = self.vm.get_or_try_init(|| self.boot(spec)).await?;
-        if vm.lives() {
-            return Ok(vm.clone());
+        let _one = self.booting.lock().await;
+        match self.life.now() {
+            Phase::Unborn => {
+                let vm = Arc::new(self.boot(spec).await?);
+                self.life.take(&Step::Boot(vm.clone()))?;
+                Ok(vm)
+            }
+            Phase::Awake(vm) | Phase::FallingAsleep(vm) if vm.lives() => Ok(vm),
+            Phase::Awake(vm) | Phase::FallingAsleep(vm) => {
+                let how = vm.vmm.ended().borrow().clone().unwrap_or_default();
+                Err(Error::State(format!("sandbox {} is over: {how}", self.id)))
+            }
+            Phase::Asleep(_) | Phase::Waking(_) => Err(Error::State(format!(
+                "sandbox {} is paused to disk; resume it before a container is made in it",
+                self.id
+            ))),
+            Phase::Over => Err(Error::State(format!("sandbox {} is over", self.id))),
         }
-        let how = vm.vmm.ended().borrow().clone().unwrap_or_default();
-        Err(Error::State(format!("sandbox {} is over: {how}", self.id)))
     }
 
-    async fn boot(&self, spec: &Value) -> Result<Arc<Vm>> {
+    async fn boot(&self, spec: &Value) -> Result<Vm> {
         let size = Size::of(spec, &self.config)?;
         let network = match network::namespace(spec)? {
             Some(path) => network::connect(path).await?,
@@ -132,9 +191,9 @@ impl Sandbox {
         };
         let vmm = Vmm::start(&self.config, &self.place, size, &network)?;
         self.write_down(Some(vmm.identity))?;
-        let vm = Vm::boot(vmm, &self.config, &self.place, &network.script()).await?;
+        let vm = Vm::boot(vmm, &self.config, &self.place, Arc::new(network)).await?;
         tracing::info!(cpus = size.cpus, memory_mib = size.memory_mib, "the VM is ready");
-        Ok(Arc::new(vm))
+        Ok(vm)
     }
 
     /// Writes down who runs here.
@@ -158,6 +217,8 @@ impl Sandbox {
     async fn exit_status(&self, process: &Process) -> u32 {
         let Some(keeper) = process.keeper() else { return KILLED };
         loop {
+            // As long as it sleeps it does not end.
+            self.life.awake().await;
             let Ok(vm) = self.vm() else { return KILLED };
             match vm.guest.wait(keeper).await {
                 Ok(status) => return status.to_exit_code().into(),
@@ -168,7 +229,8 @@ impl Sandbox {
         }
     }
 
-    async fn ended(&self, container: &Arc<Container>, process: &Process, status: u32) {
+    /// Tells the end of a process, unless that has been done.
+    pub async fn ended(&self, container: &Arc<Container>, process: &Process, status: u32) {
         let first = process.name.exec.is_empty();
         if first {
             self.report_loss();
@@ -207,7 +269,7 @@ impl Sandbox {
 
     /// Says why, if the VM has ended under its containers.
     fn report_loss(&self) {
-        if let Some(vm) = self.vm.get().filter(|vm| !vm.lives()) {
+        if let Some(vm) = self.life.vm().filter(|vm| !vm.lives()) {
             let how = vm.vmm.ended().borrow().clone().unwrap_or_default();
             tracing::error!(how, last_words = vm.vmm.last_words(), "the VM is gone");
         }
@@ -226,7 +288,10 @@ impl Sandbox {
 
     /// Ends the VM and takes away all that the sandbox has on the host.
     pub async fn end(&self) {
-        if let Some(vm) = self.vm.get() {
+        let vm = self.life.vm();
+        // Cannot be refused.
+        let _ = self.life.take(&Step::End);
+        if let Some(vm) = vm {
             vm.vmm.kill().await;
         }
         let place = self.place.clone();

@@ -14,6 +14,7 @@ use crate::sandbox::Sandbox;
 
 /// Asks the guest, unless it stands still or is gone: then there is nothing to count.
 pub async fn of(sandbox: &Sandbox, container: &Container) -> Result<Any> {
+    let _quiet = sandbox.quiet.read().await;
     let counts = match sandbox.vm() {
         Ok(vm) if !container.is_paused() && container.init.end().is_none() => {
             oci::stats(&vm.guest, &container.id).await?

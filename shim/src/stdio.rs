@@ -1,5 +1,5 @@
-//! The standard streams of a process: between the files that containerd's client waits at and the
-//! streams of the guest.
+//! The standard streams of a process: the files that containerd's client waits at. `streams` connects
+//! them with those of the guest.
 //!
 //! Two things decide whether output is lost. A FIFO forgets what is in it when its last end is
 //! closed, and a client may open its own end late: so a process is not started before the client
@@ -10,18 +10,14 @@
 use std::fs::{File, OpenOptions};
 use std::io;
 use std::os::unix::fs::{FileTypeExt, OpenOptionsExt};
-use std::sync::{Mutex, MutexGuard, PoisonError};
 use std::time::Duration;
 
-use guest_protocol::{ProcessId, Stream};
+use guest_protocol::Stream;
 use tokio::io::AsyncWriteExt;
-use tokio::net::UnixStream;
 use tokio::net::unix::pipe;
-use tokio::task::JoinSet;
-use tokio::time::{Instant, sleep, timeout};
+use tokio::time::{Instant, sleep};
 
 use crate::error::{Error, Result, io as failed};
-use crate::guest::Guest;
 
 /// How long a client may take to open its end.
 const PATIENCE: Duration = Duration::from_secs(5);
@@ -70,12 +66,13 @@ impl Stdio {
     }
 }
 
-fn path(value: &str) -> &str {
+/// The path in it.
+pub fn path(value: &str) -> &str {
     value.split_once("://").map_or(value, |(_, path)| path)
 }
 
 /// Where output goes.
-enum Sink {
+pub enum Sink {
     /// A FIFO, and a reading end that keeps it.
     Fifo(pipe::Sender, File),
     /// A file that grows.
@@ -115,26 +112,27 @@ impl Sink {
         Ok(Self::Fifo(sender, hold.open(path)?))
     }
 
-    /// Copies until the guest ends the stream.
-    async fn fill(self, mut from: UnixStream) -> io::Result<()> {
+    /// Writes some of `bytes`. Nothing is lost if this is given up before it is done.
+    pub async fn write(&mut self, bytes: &[u8]) -> io::Result<usize> {
         match self {
-            Self::Fifo(mut to, hold) => {
-                let copied = tokio::io::copy(&mut from, &mut to).await;
-                drop(hold);
-                copied.map(drop)
-            }
-            Self::File(mut to) => {
-                tokio::io::copy(&mut from, &mut to).await?;
-                to.flush().await
-            }
+            Self::Fifo(to, _hold) => to.write(bytes).await,
+            Self::File(to) => to.write(bytes).await,
+        }
+    }
+
+    /// Waits until all that was written is where it belongs.
+    pub async fn flush(&mut self) -> io::Result<()> {
+        match self {
+            Self::Fifo(to, _hold) => to.flush().await,
+            Self::File(to) => to.flush().await,
         }
     }
 }
 
 /// The client's ends for output, open before the process is there.
 pub struct Ends {
-    stdout: Option<Sink>,
-    stderr: Option<Sink>,
+    pub stdout: Option<Sink>,
+    pub stderr: Option<Sink>,
 }
 
 impl Ends {
@@ -149,91 +147,6 @@ impl Ends {
             sink(Stream::Stderr, &stdio.stderr)
         )?;
         Ok(Self { stdout, stderr })
-    }
-
-    /// Connects them with the streams of a process that has been started.
-    pub async fn connect(self, guest: &Guest, process: ProcessId) -> Result<Streams> {
-        let mut output = JoinSet::new();
-        for (sink, stream) in [(self.stdout, Stream::Stdout), (self.stderr, Stream::Stderr)] {
-            if let Some(sink) = sink {
-                let from = guest.attach(process, stream).await?;
-                output.spawn(async move {
-                    if let Err(error) = sink.fill(from).await {
-                        tracing::warn!(%error, %stream, %process, "output not passed on");
-                    }
-                });
-            }
-        }
-        Ok(Streams { output: tokio::sync::Mutex::new(output), input: Mutex::default() })
-    }
-}
-
-/// Streams that are connected. Dropping them ends the passing on.
-#[derive(Debug)]
-pub struct Streams {
-    output: tokio::sync::Mutex<JoinSet<()>>,
-    input: Mutex<Input>,
-}
-
-#[derive(Debug, Default)]
-struct Input {
-    passing: JoinSet<()>,
-    /// A writing end, without which the input ends with the client's.
-    hold: Option<File>,
-    closed: bool,
-}
-
-impl Streams {
-    fn input(&self) -> MutexGuard<'_, Input> {
-        self.input.lock().unwrap_or_else(PoisonError::into_inner)
-    }
-
-    /// Connects the client's input, if it gives any. A client waits for this before it writes, and
-    /// can only say that its input has ended when it knows the process, so it comes with the
-    /// process's start, not before.
-    pub async fn connect_input(
-        &self,
-        stdio: &Stdio,
-        guest: &Guest,
-        process: ProcessId,
-    ) -> Result<()> {
-        if !stdio.has(Stream::Stdin) {
-            return Ok(());
-        }
-        let mut to = guest.attach(process, Stream::Stdin).await?;
-        let path = path(&stdio.stdin);
-        let opened = pipe::OpenOptions::new().open_receiver(path).and_then(|receiver| {
-            let mut hold = OpenOptions::new();
-            hold.write(true).custom_flags(libc::O_NONBLOCK | libc::O_CLOEXEC);
-            Ok((receiver, hold.open(path)?))
-        });
-        let (mut from, hold) = opened.map_err(failed(format!("open {path} for input")))?;
-        let mut input = self.input();
-        input.hold = (!input.closed).then_some(hold);
-        input.passing.spawn(async move {
-            // A process that reads no more closes the connection: nothing to report.
-            let _ = tokio::io::copy(&mut from, &mut to).await;
-            let _ = to.shutdown().await;
-            // The agent closes its side when the process has got all of it.
-            let _ = tokio::io::copy(&mut to, &mut tokio::io::sink()).await;
-        });
-        Ok(())
-    }
-
-    /// The client will write no more.
-    pub fn close_input(&self) {
-        let mut input = self.input();
-        input.closed = true;
-        input.hold = None;
-    }
-
-    /// Waits until all output has been passed on, `patience` at most.
-    pub async fn drain(&self, patience: Duration) {
-        let mut output = self.output.lock().await;
-        let all = async { while output.join_next().await.is_some() {} };
-        if timeout(patience, all).await.is_err() {
-            tracing::warn!("output not read by the client in time is dropped");
-        }
     }
 }
 
@@ -265,11 +178,9 @@ mod tests {
             std::thread::sleep(Duration::from_millis(50));
             std::fs::read_to_string(client).unwrap()
         });
-        let sink = Sink::open(fifo.to_str().unwrap()).await.unwrap();
-        let (mut guest, shim) = UnixStream::pair().unwrap();
-        guest.write_all(b"all of it").await.unwrap();
-        drop(guest);
-        sink.fill(shim).await.unwrap();
+        let mut sink = Sink::open(fifo.to_str().unwrap()).await.unwrap();
+        assert_eq!(sink.write(b"all of it").await.unwrap(), 9);
+        drop(sink);
         assert_eq!(reader.await.unwrap(), "all of it");
     }
 
@@ -278,11 +189,9 @@ mod tests {
         let dir = tempfile::tempdir().unwrap();
         let path = dir.path().join("log");
         for _ in 0..2 {
-            let sink = Sink::open(&format!("file://{}", path.display())).await.unwrap();
-            let (mut guest, shim) = UnixStream::pair().unwrap();
-            guest.write_all(b"line\n").await.unwrap();
-            drop(guest);
-            sink.fill(shim).await.unwrap();
+            let mut sink = Sink::open(&format!("file://{}", path.display())).await.unwrap();
+            assert_eq!(sink.write(b"line\n").await.unwrap(), 5);
+            sink.flush().await.unwrap();
         }
         assert_eq!(std::fs::read_to_string(path).unwrap(), "line\nline\n");
     }

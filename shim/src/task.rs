@@ -14,8 +14,7 @@ use containerd_shim_protos::api::{
     StatsResponse, UpdateTaskRequest, WaitRequest, WaitResponse,
 };
 use containerd_shim_protos::events::task::{
-    TaskCreate, TaskDelete, TaskExecAdded, TaskExecStarted, TaskIO, TaskPaused, TaskResumed,
-    TaskStart,
+    TaskCreate, TaskDelete, TaskExecAdded, TaskExecStarted, TaskIO, TaskStart,
 };
 use containerd_shim_protos::protobuf::MessageField;
 use containerd_shim_protos::shim_async::{Task, create_task};
@@ -164,17 +163,15 @@ impl Task for TaskService {
 
     async fn pause(&self, _: &Context, request: PauseRequest) -> Answer<Empty> {
         let container = self.sandbox.container(&request.id)?;
-        self.sandbox.pause(&container).await?;
-        let container_id = request.id;
-        self.sandbox.events.publish(&TaskPaused { container_id, ..Default::default() });
+        self.sandbox.pause(&container).await.inspect_err(|error| {
+            tracing::error!(%error, id = request.id, "task not paused");
+        })?;
         Ok(Empty::new())
     }
 
     async fn resume(&self, _: &Context, request: ResumeRequest) -> Answer<Empty> {
         let container = self.sandbox.container(&request.id)?;
         self.sandbox.resume(&container).await?;
-        let container_id = request.id;
-        self.sandbox.events.publish(&TaskResumed { container_id, ..Default::default() });
         Ok(Empty::new())
     }
 

@@ -1,13 +1,19 @@
 //! The VM of a sandbox: booted once, and the guest in it made ready for containers.
 
+use std::net::{IpAddr, Ipv4Addr};
+use std::sync::Arc;
 use std::time::Duration;
 
 use crate::config::Config;
 use crate::error::{Error, Result};
 use crate::guest::Guest;
+use crate::network::Network;
 use crate::place::{GUEST_SHARE, Place};
 use crate::vmm::Vmm;
+use crate::wishes::{Wishes, probe};
 
+/// Between two tries to reach a port.
+const AGAIN: Duration = Duration::from_millis(20);
 /// How long the guest may take for each step of it.
 const SET_UP: Duration = Duration::from_secs(20);
 
@@ -18,21 +24,73 @@ pub struct Vm {
     pub vmm: Vmm,
     /// The way in.
     pub guest: Guest,
+    /// Its network. The TAPs are kept here, so that they outlast the VMM.
+    pub network: Arc<Network>,
 }
 
 impl Vm {
     /// Takes over a VMM that has just been started, and waits until containers can be made in it.
     /// Ends it if that fails.
-    /// `network` is what a shell in the guest has to do for its network.
-    pub async fn boot(vmm: Vmm, config: &Config, place: &Place, network: &str) -> Result<Self> {
-        let vm = Self { vmm, guest: Guest::new(place.file("vsock.sock")) };
-        match vm.prepare(config, network).await {
+    pub async fn boot(
+        vmm: Vmm,
+        config: &Config,
+        place: &Place,
+        network: Arc<Network>,
+    ) -> Result<Self> {
+        let vm = Self { vmm, guest: Guest::new(place.file("vsock.sock")), network };
+        match vm.prepare(config, &vm.network.script()).await {
             Ok(()) => Ok(vm),
             Err(error) => {
                 vm.vmm.kill().await;
                 Err(error)
             }
         }
+    }
+
+    /// Takes over a VMM that goes on with a snapshot, and waits until its agent has answered, and
+    /// the ports that its pod wants to be reached at. Ends it if that fails.
+    pub async fn go_on(
+        vmm: Vmm,
+        config: &Config,
+        place: &Place,
+        network: Arc<Network>,
+        wishes: &Wishes,
+    ) -> Result<Self> {
+        let vm = Self { vmm, guest: Guest::new(place.file("vsock.sock")), network };
+        let answers = async {
+            vm.vmm.ready(Duration::from_secs(config.boot_timeout_s)).await?;
+            vm.guest.call(&guest_protocol::Request::Ping).await?;
+            vm.answers(wishes).await
+        };
+        match answers.await {
+            Ok(()) => Ok(vm),
+            Err(error) => {
+                vm.vmm.kill().await;
+                Err(error)
+            }
+        }
+    }
+
+    /// Waits until all ports answer that are wished for.
+    async fn answers(&self, wishes: &Wishes) -> Result<()> {
+        let deadline = tokio::time::Instant::now() + wishes.patience;
+        let cards = self.network.cards.iter();
+        let of_cards = cards.flat_map(|card| card.addresses.iter().map(|(address, _)| *address));
+        let local = IpAddr::V4(Ipv4Addr::LOCALHOST);
+        let addresses: Vec<IpAddr> = std::iter::once(local).chain(of_cards).collect();
+        for port in &wishes.ports {
+            let script = probe(&addresses, *port);
+            while !self.guest.run(["/bin/sh", "-c", &script], SET_UP).await?.status.success() {
+                if tokio::time::Instant::now() > deadline {
+                    let (seconds, port) = (wishes.patience.as_secs(), *port);
+                    return Err(Error::Unavailable(format!(
+                        "nothing in the guest answers at TCP port {port} within {seconds} s"
+                    )));
+                }
+                tokio::time::sleep(AGAIN).await;
+            }
+        }
+        Ok(())
     }
 
     async fn prepare(&self, config: &Config, network: &str) -> Result<()> {

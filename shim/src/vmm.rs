@@ -22,6 +22,10 @@ use crate::place::Place;
 use crate::record::Identity;
 use crate::sizing::Size;
 
+/// The name of the share's device.
+const SHARE: &str = "cube";
+/// Its socket to the guest, in the sandbox's folder.
+const VSOCK: &str = "vsock.sock";
 /// How long the VMM may take to answer a request that needs no guest.
 const PATIENCE: Duration = Duration::from_secs(10);
 /// How often a guest that boots is asked whether it is ready.
@@ -40,19 +44,13 @@ pub struct Vmm {
 }
 
 impl Vmm {
-    /// Starts one.
+    /// Starts one that boots a guest.
     pub fn start(config: &Config, place: &Place, size: Size, network: &Network) -> Result<Self> {
-        let (api, log) = (place.file("api.sock"), place.file("vmm.log"));
-        let output = File::create(&log).map_err(io(format!("make {}", log.display())))?;
-        let errors = output.try_clone().map_err(io("share the VMM's log"))?;
-        let share = place.share();
         let cards = cards(network)?;
         let mut command = Command::new(&config.vmm);
         command
-            .args(["start", "--api-socket"])
-            .arg(&api)
-            .arg("--vsock")
-            .arg(place.file("vsock.sock"))
+            .args(["start", "--vsock"])
+            .arg(place.file(VSOCK))
             .arg("--kernel")
             .arg(&config.kernel)
             .arg("--initrd")
@@ -60,9 +58,42 @@ impl Vmm {
             .args(["--cpus", &size.cpus.to_string()])
             .args(["--memory", &format!("{}M", size.memory_mib)])
             .args(["--boot-timeout", &config.boot_timeout_s.to_string()])
-            .args(["--fs", &format!("tag=cube,path={}", share.display())])
-            .args(cards.options())
-            .args(&config.vmm_options)
+            .args(["--fs", &format!("tag=cube,id={SHARE},path={}", place.share().display())])
+            .args(cards.0.iter().flat_map(Inherited::new_card))
+            .args(&config.vmm_options);
+        Self::spawn(command, config, place)
+    }
+
+    /// Starts one that goes on with the state in `snapshot`, with the same network and share.
+    pub fn restore(
+        config: &Config,
+        place: &Place,
+        snapshot: &Path,
+        network: &Network,
+    ) -> Result<Self> {
+        let cards = cards(network)?;
+        let share = place.share();
+        let mut command = Command::new(&config.vmm);
+        command
+            .arg("restore")
+            .arg(snapshot)
+            // What it was made from, the host's own shim has said.
+            .args(["--resume", "--trust-paths", "--override"])
+            .arg(format!("vsock={}", place.file(VSOCK).display()))
+            .arg("--override")
+            .arg(format!("fs:{SHARE}=path={},policy=tolerant", share.display()))
+            .args(cards.0.iter().flat_map(Inherited::known_card));
+        Self::spawn(command, config, place)
+    }
+
+    fn spawn(mut command: Command, config: &Config, place: &Place) -> Result<Self> {
+        let (api, log) = (place.file("api.sock"), place.file("vmm.log"));
+        let output = File::options().create(true).append(true).open(&log);
+        let output = output.map_err(io(format!("open {}", log.display())))?;
+        let errors = output.try_clone().map_err(io("share the VMM's log"))?;
+        command
+            .arg("--api-socket")
+            .arg(&api)
             .stdin(Stdio::null())
             .stdout(output)
             .stderr(errors);
@@ -115,6 +146,24 @@ impl Vmm {
         }
     }
 
+    /// Asks for something that takes as long as it takes, unless the VMM ends.
+    pub async fn ask_long(&self, request: &Request) -> Result<Reply> {
+        let mut ended = self.ended.clone();
+        tokio::select! {
+            reply = exchange(&self.api, request) => match reply {
+                Ok(Reply::Error { message, .. }) => Err(Error::State(message)),
+                Ok(reply) => Ok(reply),
+                Err(error) => {
+                    Err(Error::Unavailable(format!("the VMM does not answer: {error}")))
+                }
+            },
+            _ = ended.wait_for(Option::is_some) => {
+                let how = self.ended.borrow().clone().unwrap_or_default();
+                Err(Error::Unavailable(failure(&self.log, &how)))
+            }
+        }
+    }
+
     /// How it has ended, once it has.
     pub fn ended(&self) -> watch::Receiver<Option<String>> {
         self.ended.clone()
@@ -152,22 +201,35 @@ fn alone() -> std::io::Result<()> {
     if tied == 0 && alone == 0 { Ok(()) } else { Err(std::io::Error::last_os_error()) }
 }
 
-/// Copies of the TAPs that the VMM inherits. They are closed here when it has them.
-struct Cards(Vec<(OwnedFd, String)>);
+/// A copy of a TAP that the VMM inherits. It is closed here when it has it.
+struct Inherited {
+    fd: OwnedFd,
+    /// The card's name.
+    id: String,
+    /// What the guest's card is like.
+    like: String,
+}
 
-impl Cards {
-    fn options(&self) -> impl Iterator<Item = &str> {
-        self.0.iter().flat_map(|(_, option)| ["--net", option])
+impl Inherited {
+    fn new_card(&self) -> [String; 2] {
+        let Self { fd, id, like } = self;
+        ["--net".to_owned(), format!("fd={},id={id},{like}", fd.as_raw_fd())]
+    }
+
+    fn known_card(&self) -> [String; 2] {
+        ["--override".to_owned(), format!("net:{}=fd:{}", self.id, self.fd.as_raw_fd())]
     }
 }
+
+/// Those of a network.
+struct Cards(Vec<Inherited>);
 
 fn cards(network: &Network) -> Result<Cards> {
     let inherited = |card: &Card| {
         // No flag to close it: the VMM shall inherit this copy.
         let fd = dup(&card.tap).map_err(io("hand a TAP to the VMM"))?;
-        let (number, name, mac) = (fd.as_raw_fd(), &card.name, &card.mac);
-        let option = format!("fd={number},id={name},mac={mac},mtu={}", card.mtu);
-        Ok((fd, option))
+        let like = format!("mac={},mtu={}", card.mac, card.mtu);
+        Ok(Inherited { fd, id: card.name.clone(), like })
     };
     network.cards.iter().map(inherited).collect::<Result<_>>().map(Cards)
 }

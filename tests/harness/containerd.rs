@@ -192,12 +192,21 @@ impl Containerd {
         left
     }
 
+    /// The snapshots of sandboxes that are paused to disk.
+    pub fn asleep(&self) -> Vec<String> {
+        let beds = fs::read_dir(self.made("paused")).unwrap();
+        let beds = beds.map(|bed| bed.unwrap().path());
+        let snapshots = beds.flat_map(|bed| fs::read_dir(bed).unwrap());
+        snapshots.map(|snapshot| text(&snapshot.unwrap().path())).collect()
+    }
+
     /// Waits until the runtime has left nothing.
     #[track_caller]
     pub fn assert_clean(&self) {
         let deadline = Instant::now() + Duration::from_secs(20);
         loop {
-            let left = Self::leftovers();
+            let mut left = Self::leftovers();
+            left.extend(self.asleep());
             if left.is_empty() {
                 return;
             }
@@ -246,10 +255,12 @@ fn write_settings(folder: &Path) {
     );
     fs::write(folder.join("containerd.toml"), containerd).unwrap();
     let cube = format!(
-        "vmm = {:?}\nkernel = {:?}\ninitrd = {:?}\nmemory_mib = 192\nboot_timeout_s = 120\n",
+        "vmm = {:?}\nkernel = {:?}\ninitrd = {:?}\nmemory_mib = 192\nboot_timeout_s = 120\n\
+         pause_dir = {:?}\n",
         Artifact::Vmm.arg(),
         Artifact::Kernel.arg(),
         Artifact::ContainerInitrd.arg(),
+        path("paused"),
     );
     fs::write(folder.join("cube.toml"), cube).unwrap();
 }

@@ -123,12 +123,12 @@ fn what_a_container_writes_is_on_the_host_s_snapshot() {
 }
 
 /// A network namespace as a plugin leaves it, with the host at the other end.
-struct Pod;
+pub struct Pod;
 
 impl Pod {
-    const NAMESPACE: &str = "network:/var/run/netns/cube-test-pod";
+    pub const NAMESPACE: &str = "network:/var/run/netns/cube-test-pod";
 
-    fn make() -> Self {
+    pub fn make() -> Self {
         for line in [
             "netns add cube-test-pod",
             "link add cube-test-v0 type veth peer name eth0 netns cube-test-pod",

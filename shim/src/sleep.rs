@@ -1,0 +1,313 @@
+//! Pauses. In place, a VM stands still with all its memory, or the processes of one of its containers
+//! do; to disk, its state is written to a folder and the VM goes, for all containers of the pod.
+//!
+//! To fall asleep: the guest lets go of the streams, its state is written, and only when all of it is
+//! on the disk the VM is ended. To wake: a VM is made of the state, and only when its agent, and what
+//! else the pod wishes, has answered, the state is removed. Whatever fails on the way, the VM runs on
+//! or the state is kept, and the error says why.
+
+use std::path::{Path, PathBuf};
+use std::sync::Arc;
+use std::sync::atomic::Ordering;
+use std::time::Instant;
+
+use containerd_shim_protos::events::task::{TaskPaused, TaskResumed};
+use containerd_shim_protos::types::task::Status;
+use hypervisor::api::{Reply, Request, SnapshotRequest};
+use tokio::task::spawn_blocking;
+
+use crate::container::{Container, Sleep};
+use crate::error::{Error, Result};
+use crate::life::{Phase, Step};
+use crate::network::Network;
+use crate::process::Process;
+use crate::sandbox::{KILLED, Sandbox};
+use crate::vm::Vm;
+use crate::vmm::Vmm;
+use crate::wishes::PauseTo;
+use crate::{oci, place};
+
+/// What a VM that is asleep goes on from.
+#[derive(Debug)]
+pub struct Bed {
+    /// Its state.
+    pub snapshot: PathBuf,
+    /// The TAPs that wait for it.
+    pub network: Arc<Network>,
+}
+
+/// What a guest that is asleep still has and shall not have when it goes on.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct Doomed {
+    /// The container.
+    pub container: String,
+    /// One process that was added; empty for all of it.
+    pub exec: String,
+}
+
+impl Sandbox {
+    /// Stops a container where it is; to disk, all of the sandbox.
+    pub async fn pause(self: &Arc<Self>, container: &Arc<Container>) -> Result<()> {
+        let (sandbox, container) = (self.clone(), container.clone());
+        // Goes through to its end, whether or not the caller waits for it.
+        to_its_end(async move {
+            let _changing = container.changing.lock().await;
+            if container.status(&container.init) != Status::RUNNING {
+                return Err(Error::State(format!(
+                    "task {} is not running, so it cannot be paused",
+                    container.id
+                )));
+            }
+            if sandbox.wishes().pause_to == PauseTo::Disk {
+                return sandbox.fall_asleep().await;
+            }
+            let _quiet = sandbox.quiet.read().await;
+            let vm = sandbox.vm()?;
+            if sandbox.is_alone(&container) {
+                vm.vmm.ask(&Request::Pause {}).await?;
+            } else {
+                oci::pause(&vm.guest, &container.id).await?;
+            }
+            container.set_paused(true);
+            sandbox.tell_paused(&container);
+            Ok(())
+        })
+        .await
+    }
+
+    /// Lets it go on. Done when the guest has answered.
+    pub async fn resume(self: &Arc<Self>, container: &Arc<Container>) -> Result<()> {
+        let (sandbox, container) = (self.clone(), container.clone());
+        to_its_end(async move {
+            let _changing = container.changing.lock().await;
+            if !container.is_paused() {
+                return Err(Error::State(format!("task {} is not paused", container.id)));
+            }
+            if sandbox.life.is_asleep() {
+                return sandbox.wake().await;
+            }
+            let _quiet = sandbox.quiet.read().await;
+            let vm = sandbox.vm()?;
+            if sandbox.is_alone(&container) {
+                vm.vmm.ask(&Request::Resume {}).await?;
+                vm.guest.call(&guest_protocol::Request::Ping).await?;
+            } else {
+                oci::resume(&vm.guest, &container.id).await?;
+            }
+            container.set_paused(false);
+            sandbox.tell_resumed(&container);
+            Ok(())
+        })
+        .await
+    }
+
+    fn tell_paused(&self, container: &Container) {
+        let container_id = container.id.clone();
+        self.events.publish(&TaskPaused { container_id, ..Default::default() });
+    }
+
+    fn tell_resumed(&self, container: &Container) {
+        let container_id = container.id.clone();
+        self.events.publish(&TaskResumed { container_id, ..Default::default() });
+    }
+
+    /// Brings the VM to the disk.
+    async fn fall_asleep(&self) -> Result<()> {
+        let _quiet = self.quiet.write().await;
+        let start = Instant::now();
+        let Phase::FallingAsleep(vm) = self.life.take(&Step::FallAsleep)? else {
+            return Err(Error::State("the VM is gone".to_owned()));
+        };
+        self.set_sleep(Sleep::FallingAsleep);
+        let bed = match self.save(&vm).await {
+            Ok(bed) => bed,
+            Err(error) => {
+                self.stay_awake(&vm).await;
+                return Err(error);
+            }
+        };
+        self.life.take(&Step::Sleep(Arc::new(bed)))?;
+        self.set_sleep(Sleep::Asleep);
+        // The state is whole; what fails from here on takes nothing away.
+        vm.vmm.kill().await;
+        self.set_pids(std::process::id());
+        if let Err(error) = self.write_down(None) {
+            tracing::warn!(%error, "the end of the VM is not written down");
+        }
+        self.running().iter().for_each(|container| self.tell_paused(container));
+        tracing::info!(ms = start.elapsed().as_millis(), "paused to disk: the VM is gone");
+        Ok(())
+    }
+
+    /// Writes the state of the VM, which stands still afterwards.
+    async fn save(&self, vm: &Vm) -> Result<Bed> {
+        let snapshot = self.next_snapshot()?;
+        for process in self.processes() {
+            process.let_go(&vm.guest).await?;
+        }
+        let request = SnapshotRequest { keep_paused: true, ..SnapshotRequest::new(&snapshot) };
+        let saved = match vm.vmm.ask_long(&Request::Snapshot(request)).await {
+            Ok(Reply::Saved(report)) => report,
+            Ok(other) => {
+                return Err(Error::Unavailable(format!("the VMM answered {other:?}")));
+            }
+            Err(error) => return Err(error),
+        };
+        tracing::info!(
+            us = saved.total_us,
+            bytes = saved.memory_bytes,
+            snapshot = %snapshot.display(),
+            "the VM's state is on the disk"
+        );
+        Ok(Bed { snapshot, network: vm.network.clone() })
+    }
+
+    /// A folder for a snapshot, which does not exist.
+    fn next_snapshot(&self) -> Result<PathBuf> {
+        let bed = self.place.bed(&self.config.pause_dir)?;
+        let number = self.snapshots.fetch_add(1, Ordering::Relaxed);
+        let snapshot = bed.join(number.to_string());
+        // A predecessor of the same name may have left some.
+        place::remove(&snapshot)?;
+        Ok(snapshot)
+    }
+
+    /// It could not be saved: it runs on as before, if it lives.
+    async fn stay_awake(&self, vm: &Vm) {
+        if vm.lives() {
+            // It goes on by itself, unless the answer was lost.
+            let _ = vm.vmm.ask(&Request::Resume {}).await;
+            for process in self.processes() {
+                if let Err(error) = process.attach(&vm.guest).await {
+                    tracing::error!(%error, process = %process.name, "streams are lost");
+                }
+                process.settle();
+            }
+        }
+        self.set_sleep(Sleep::Awake);
+        if let Err(error) = self.life.take(&Step::StayAwake) {
+            tracing::debug!(%error, "over meanwhile");
+        }
+    }
+
+    /// Makes a VM of the state on the disk.
+    async fn wake(self: &Arc<Self>) -> Result<()> {
+        let _quiet = self.quiet.write().await;
+        let start = Instant::now();
+        let Phase::Waking(bed) = self.life.take(&Step::Wake)? else {
+            return Err(Error::State("the VM's state is gone".to_owned()));
+        };
+        let vm = match self.go_on(&bed).await {
+            Ok(vm) => Arc::new(vm),
+            Err(error) => {
+                self.life.take(&Step::SleepOn)?;
+                if let Err(error) = self.write_down(None) {
+                    tracing::warn!(%error, "the end of the VM is not written down");
+                }
+                tracing::error!(%error, "not resumed; the state on the disk is kept");
+                return Err(error);
+            }
+        };
+        self.life.take(&Step::Woken(vm.clone()))?;
+        self.processes().iter().for_each(|process| process.settle());
+        self.set_pids(vm.vmm.identity.pid);
+        self.set_sleep(Sleep::Awake);
+        self.bury(&vm).await;
+        remove(&bed.snapshot).await;
+        let running = self.running();
+        for container in running.iter().filter(|container| !container.is_frozen()) {
+            self.tell_resumed(container);
+        }
+        tracing::info!(ms = start.elapsed().as_millis(), "resumed from disk");
+        Ok(())
+    }
+
+    async fn go_on(&self, bed: &Bed) -> Result<Vm> {
+        let vmm = Vmm::restore(&self.config, &self.place, &bed.snapshot, &bed.network)?;
+        if let Err(error) = self.write_down(Some(vmm.identity)) {
+            vmm.kill().await;
+            return Err(error);
+        }
+        let (network, wishes) = (bed.network.clone(), self.wishes());
+        let vm = Vm::go_on(vmm, &self.config, &self.place, network, &wishes).await?;
+        for process in self.processes() {
+            if let Err(error) = process.attach(&vm.guest).await {
+                vm.vmm.kill().await;
+                return Err(error);
+            }
+        }
+        Ok(vm)
+    }
+
+    /// Takes away from the guest what was killed and removed while it was asleep.
+    async fn bury(&self, vm: &Vm) {
+        for Doomed { container, exec } in self.take_doomed() {
+            let done = if exec.is_empty() {
+                oci::delete(&vm.guest, &container).await
+            } else {
+                let signal = libc::SIGKILL.unsigned_abs();
+                oci::kill(&vm.guest, &container, &exec, signal, false).await
+            };
+            if let Err(error) = done {
+                tracing::warn!(%error, container, exec, "what was killed is left in the guest");
+            }
+        }
+    }
+
+    /// Kills what is asleep: its end is told now, and comes true when the VM goes on. If nothing is
+    /// left that could go on, the state on the disk goes.
+    pub async fn kill_asleep(
+        self: &Arc<Self>,
+        container: &Arc<Container>,
+        process: &Arc<Process>,
+    ) -> Result<()> {
+        let exec = process.name.exec.clone();
+        self.doom(Doomed { container: container.id.clone(), exec: exec.clone() });
+        if exec.is_empty() {
+            for added in container.execs().iter().filter(|added| added.has_started()) {
+                self.ended(container, added, KILLED).await;
+            }
+        }
+        self.ended(container, process, KILLED).await;
+        if self.all().iter().any(|each| each.init.end().is_none()) {
+            return Ok(());
+        }
+        if let Phase::Asleep(bed) = self.life.now() {
+            self.life.take(&Step::End)?;
+            remove(&bed.snapshot).await;
+        }
+        Ok(())
+    }
+
+    fn set_sleep(&self, sleep: Sleep) {
+        self.all().iter().for_each(|container| container.set_sleep(sleep));
+    }
+
+    fn set_pids(&self, pid: u32) {
+        self.processes().iter().filter(|each| each.end().is_none()).for_each(|each| {
+            each.set_pid(pid);
+        });
+    }
+
+    fn running(&self) -> Vec<Arc<Container>> {
+        let all = self.all().into_iter();
+        all.filter(|each| each.init.has_started() && each.init.end().is_none()).collect()
+    }
+
+    fn processes(&self) -> Vec<Arc<Process>> {
+        self.all().iter().flat_map(|container| container.processes()).collect()
+    }
+}
+
+/// Runs a piece of work that must not be given up in its midst, as a call is whose client is gone.
+async fn to_its_end(work: impl Future<Output = Result<()>> + Send + 'static) -> Result<()> {
+    tokio::spawn(work).await.map_err(|error| Error::Unavailable(error.to_string()))?
+}
+
+/// The memory of a VM that runs is a mapping of a file in it, which does not need a name.
+async fn remove(snapshot: &Path) {
+    let path = snapshot.to_owned();
+    if let Ok(Err(error)) = spawn_blocking(move || place::remove(&path)).await {
+        tracing::warn!(%error, "a snapshot is left on the disk");
+    }
+}
