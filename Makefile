@@ -74,6 +74,7 @@ install: ## Install what `make build` has built, for containerd (as root; PREFIX
 	@install -d $(DESTDIR)$(PREFIX)/bin $(DESTDIR)$(PREFIX)/share/cube $(DESTDIR)/etc/cube
 	@install -m 755 $(VMM) $(TARGET)/release/cube-fsd $(TARGET)/release/containerd-shim-cube-v2 \
 		$(DESTDIR)$(PREFIX)/bin
+	@ln -sf containerd-shim-cube-v2 $(DESTDIR)$(PREFIX)/bin/containerd-shim-cube-rs
 	@install -m 644 $(TARGET)/guest/vmlinux $(TARGET)/guest/initrd.cpio $(TARGET)/guest/container.cpio \
 		shim/install/containerd-cube.toml shim/install/runtimeclass.yaml $(DESTDIR)$(PREFIX)/share/cube
 	@[ -e $(DESTDIR)/etc/cube/config.toml ] || sed 's|/usr/local|$(PREFIX)|' shim/install/config.toml \

@@ -40,6 +40,9 @@ pub struct Config {
     pub pause_dir: PathBuf,
     /// How long the ports that a sandbox shall answer at may take after a resume, in seconds.
     pub resume_timeout_s: u64,
+    /// Folders below which annotations may name checkpoints and kernels: who makes a pod is not
+    /// always trusted with the files of the host.
+    pub annotation_dirs: Vec<PathBuf>,
     /// More options for `cube-vmm start`.
     pub vmm_options: Vec<String>,
 }
@@ -59,6 +62,7 @@ impl Default for Config {
             pause_to: PauseTo::Memory,
             pause_dir: "/var/lib/cube/paused".into(),
             resume_timeout_s: 30,
+            annotation_dirs: vec!["/var/lib/cube".into()],
             vmm_options: Vec::new(),
         }
     }
@@ -81,6 +85,22 @@ impl Config {
             .map_err(|error| invalid(error.to_string().trim().replace('\n', " ")))?
             .check()
             .map_err(invalid)
+    }
+
+    /// Refuses a path that an annotation may not name, whatever links it leads over.
+    pub fn check_named(&self, annotation: &str, path: &Path) -> Result<()> {
+        let refused = |why: String| {
+            Error::Invalid(format!("the annotation {annotation} names {}: {why}", path.display()))
+        };
+        let real = path.canonicalize().map_err(|error| refused(error.to_string()))?;
+        let within = |dir: &PathBuf| dir.canonicalize().is_ok_and(|dir| real.starts_with(dir));
+        if self.annotation_dirs.iter().any(within) {
+            return Ok(());
+        }
+        Err(refused(format!(
+            "it is not below {:?}; move it there, or add its folder to annotation_dirs in {PATH}",
+            self.annotation_dirs
+        )))
     }
 
     fn check(self) -> std::result::Result<Self, String> {

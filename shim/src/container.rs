@@ -6,6 +6,7 @@ use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 
 use containerd_shim_protos::types::task::Status;
 
+use crate::checkpoint::Saved;
 use crate::error::{Error, Result};
 use crate::process::{Name, Process};
 use crate::stdio::Stdio;
@@ -15,6 +16,10 @@ use crate::stdio::Stdio;
 pub struct Container {
     /// Its name.
     pub id: String,
+    /// Its name in the guest: another one if it goes on from a checkpoint.
+    pub inside: String,
+    /// What it was there.
+    pub copy_of: Option<Saved>,
     /// containerd's folder for it.
     pub bundle: PathBuf,
     /// Its first process.
@@ -49,11 +54,19 @@ impl Container {
         let name = Name { container: id.to_owned(), exec: String::new() };
         Self {
             id: id.to_owned(),
+            inside: id.to_owned(),
+            copy_of: None,
             bundle,
             init: Arc::new(Process::new(name, stdio)),
             changing: tokio::sync::Mutex::default(),
             more: Mutex::default(),
         }
+    }
+
+    /// It is this one of a checkpoint.
+    pub fn goes_on_from(&mut self, saved: Saved) {
+        self.inside.clone_from(&saved.id);
+        self.copy_of = Some(saved);
     }
 
     fn more(&self) -> MutexGuard<'_, More> {

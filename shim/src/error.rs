@@ -23,9 +23,6 @@ pub enum Error {
     /// Not in this state.
     #[error("{0}")]
     State(String),
-    /// Known, and not done here.
-    #[error("{0} is not implemented by this runtime")]
-    Unimplemented(&'static str),
     /// The guest, or the VM around it, does not answer.
     #[error("{0}")]
     Unavailable(String),
@@ -59,7 +56,6 @@ impl Error {
             Self::Exists(_) => Code::ALREADY_EXISTS,
             Self::Invalid(_) => Code::INVALID_ARGUMENT,
             Self::State(_) | Self::Program(_) => Code::FAILED_PRECONDITION,
-            Self::Unimplemented(_) => Code::UNIMPLEMENTED,
             Self::Unavailable(_) => Code::UNAVAILABLE,
             Self::Io { .. } => Code::INTERNAL,
         }

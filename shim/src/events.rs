@@ -7,8 +7,8 @@
 use std::time::{Duration, Instant, SystemTime};
 
 use containerd_shim_protos::events::task::{
-    TaskCreate, TaskDelete, TaskExecAdded, TaskExecStarted, TaskExit, TaskOOM, TaskPaused,
-    TaskResumed, TaskStart,
+    TaskCheckpointed, TaskCreate, TaskDelete, TaskExecAdded, TaskExecStarted, TaskExit, TaskOOM,
+    TaskPaused, TaskResumed, TaskStart,
 };
 use containerd_shim_protos::protobuf::well_known_types::any::Any;
 use containerd_shim_protos::protobuf::{MessageField, MessageFull};
@@ -47,6 +47,7 @@ topics! {
     TaskExecStarted => TASK_EXEC_STARTED_EVENT_TOPIC,
     TaskPaused => TASK_PAUSED_EVENT_TOPIC,
     TaskResumed => TASK_RESUMED_EVENT_TOPIC,
+    TaskCheckpointed => TASK_CHECKPOINTED_EVENT_TOPIC,
     TaskOOM => TASK_OOM_EVENT_TOPIC,
 }
 

@@ -10,6 +10,7 @@ use containerd_shim_protos::types::task::Status;
 use serde_json::Value;
 use tokio::task::spawn_blocking;
 
+use crate::checkpoint::Origin;
 use crate::container::Container;
 use crate::error::{Error, Result, io};
 use crate::process::{End, Process};
@@ -19,7 +20,7 @@ use crate::sleep::Doomed;
 use crate::spec::{self, Adapted};
 use crate::stdio::Stdio;
 use crate::vm::Vm;
-use crate::{bootstrap, oci, record};
+use crate::{annotations, bootstrap, oci, record};
 
 /// How long a container that is deleted before it ran may take to end.
 const ENDING: Duration = Duration::from_secs(5);
@@ -35,6 +36,8 @@ pub struct New {
     pub rootfs: Vec<Mount>,
     /// Its first process's streams.
     pub stdio: Stdio,
+    /// The folder with the checkpoint that it goes on from, if containerd names one.
+    pub checkpoint: String,
 }
 
 /// Refuses a signal that cannot be sent.
@@ -66,10 +69,19 @@ impl Sandbox {
         new.stdio.check()?;
         let spec = read_spec(&new.bundle)?;
         let _quiet = self.quiet.read().await;
-        let container = Arc::new(Container::new(&new.id, new.bundle.clone(), new.stdio.clone()));
+        annotations::check(&spec)?;
+        let origin = Origin::of(&spec, &new.checkpoint, &self.config)?;
+        let mut container = Container::new(&new.id, new.bundle.clone(), new.stdio.clone());
+        if let Some(origin) = &origin {
+            container.goes_on_from(origin.saved.clone());
+        }
+        let container = Arc::new(container);
         self.add(&container)?;
         let changing = container.changing.lock().await;
-        let made = self.make(&container, spec, &new).await;
+        let made = match &origin {
+            Some(origin) => self.make_copy(&container, spec, &new, origin).await,
+            None => self.make(&container, spec, &new).await,
+        };
         if made.is_err() {
             self.unmake(&container).await;
             self.forget(&container.id);
@@ -85,7 +97,7 @@ impl Sandbox {
         new: &New,
     ) -> Result<()> {
         let folder = new.bundle.join(spec["root"]["path"].as_str().unwrap_or("rootfs"));
-        let adapted = spec::adapt(spec.clone(), &container.id)?;
+        let adapted = spec::adapt(spec.clone(), &container.inside)?;
         self.wish(&spec)?;
         // Files are mounted while the guest boots. Both are waited for even if one fails: what is
         // mounted later would be left.
@@ -95,8 +107,8 @@ impl Sandbox {
         );
         laid_out?;
         let vm = vm?;
-        container.init.launch(&vm.guest, oci::create(&container.id)).await?;
-        let state = oci::created(&vm.guest, &container.id, "").await?;
+        container.init.launch(&vm.guest, oci::create(&container.inside)).await?;
+        let state = oci::created(&vm.guest, &container.inside, "").await?;
         if state.status != "created" {
             let (id, status) = (&container.id, state.status);
             return Err(Error::State(format!("task {id} is {status} after it was made")));
@@ -106,14 +118,15 @@ impl Sandbox {
         Ok(())
     }
 
-    async fn lay_out(
+    /// Puts its files where the guest sees them.
+    pub async fn lay_out(
         &self,
         container: &Container,
         mounts: Vec<Mount>,
         folder: PathBuf,
         adapted: Adapted,
     ) -> Result<()> {
-        let (place, id) = (self.place.clone(), container.id.clone());
+        let (place, id) = (self.place.clone(), container.inside.clone());
         let work = move || {
             let root = Root { mounts: &mounts, folder: &folder };
             rootfs::lay_out(&place, &id, &root, &adapted)
@@ -124,14 +137,14 @@ impl Sandbox {
     /// Takes away what the guest and the host have of a container.
     async fn unmake(&self, container: &Container) {
         if self.life.is_asleep() {
-            self.doom(Doomed { container: container.id.clone(), exec: String::new() });
+            self.doom(Doomed { container: container.inside.clone(), exec: String::new() });
         }
         if let Ok(vm) = self.vm()
-            && let Err(error) = oci::delete(&vm.guest, &container.id).await
+            && let Err(error) = oci::delete(&vm.guest, &container.inside).await
         {
             tracing::warn!(%error, id = container.id, "a container is left in the guest");
         }
-        let (place, id) = (self.place.clone(), container.id.clone());
+        let (place, id) = (self.place.clone(), container.inside.clone());
         if let Ok(Err(error)) = spawn_blocking(move || place.clear_container(&id)).await {
             tracing::error!(%error, id = container.id, "a container's files are left");
         }
@@ -161,12 +174,15 @@ impl Sandbox {
     }
 
     async fn start_first(&self, vm: &Vm, container: &Container) -> Result<()> {
+        if let Some(saved) = &container.copy_of {
+            return self.start_copy(vm, container, saved).await;
+        }
         container.init.connect_input(&vm.guest).await?;
-        oci::start(&vm.guest, &container.id).await
+        oci::start(&vm.guest, &container.inside).await
     }
 
     async fn start_exec(&self, vm: &Vm, container: &Container, process: &Process) -> Result<()> {
-        let (id, exec) = (container.id.as_str(), process.name.exec.as_str());
+        let (id, exec) = (container.inside.as_str(), process.name.exec.as_str());
         process.launch(&vm.guest, oci::exec(id, exec)).await?;
         process.connect_input(&vm.guest).await?;
         oci::created(&vm.guest, id, exec).await.map(drop)
@@ -188,7 +204,7 @@ impl Sandbox {
         let spec: Value = serde_json::from_slice(spec)
             .map_err(|error| Error::Invalid(format!("the spec of exec {exec}: {error}")))?;
         let process = container.add(exec, stdio)?;
-        let path = self.place.container(id).join(oci::exec_file(exec));
+        let path = self.place.container(&container.inside).join(oci::exec_file(exec));
         let written = record::write(&path, &spec);
         if written.is_err() {
             container.forget(exec);
@@ -225,7 +241,7 @@ impl Sandbox {
         }
         let vm = self.vm()?;
         let exec = process.name.exec.as_str();
-        match oci::kill(&vm.guest, &container.id, exec, signal, all).await {
+        match oci::kill(&vm.guest, &container.inside, exec, signal, all).await {
             // A guest that does not answer has nothing that could be kept.
             Err(Error::Unavailable(why)) if kill && exec.is_empty() && self.is_alone(container) => {
                 tracing::warn!(why, "the guest does not answer: the VM is killed");
@@ -248,8 +264,8 @@ impl Sandbox {
         if self.is_alone(container) {
             vm.vmm.kill().await;
         } else {
-            oci::kill(&vm.guest, &container.id, "", libc::SIGKILL.unsigned_abs(), true).await?;
-            oci::resume(&vm.guest, &container.id).await?;
+            oci::kill(&vm.guest, &container.inside, "", libc::SIGKILL.unsigned_abs(), true).await?;
+            oci::resume(&vm.guest, &container.inside).await?;
         }
         container.set_paused(false);
         Ok(())
@@ -262,8 +278,8 @@ impl Sandbox {
         let _quiet = self.quiet.read().await;
         let vm = self.running_vm(container)?;
         let name = "resources.json";
-        record::write(&self.place.container(&container.id).join(name), &resources)?;
-        oci::update(&vm.guest, &container.id, name).await
+        record::write(&self.place.container(&container.inside).join(name), &resources)?;
+        oci::update(&vm.guest, &container.inside, name).await
     }
 
     /// Takes a container away that has ended or never ran, and tells how it has ended.
@@ -295,7 +311,7 @@ impl Sandbox {
         }
         if let Ok(vm) = self.vm() {
             let signal = libc::SIGKILL.unsigned_abs();
-            oci::kill(&vm.guest, &container.id, "", signal, true).await?;
+            oci::kill(&vm.guest, &container.inside, "", signal, true).await?;
         }
         let ended = tokio::time::timeout(ENDING, container.init.wait()).await;
         ended.map(drop).map_err(|_| {
@@ -316,12 +332,12 @@ impl Sandbox {
         process.drain().await;
         let _quiet = self.quiet.read().await;
         if let Ok(vm) = self.running_vm(container)
-            && let Err(error) = oci::forget(&vm.guest, &container.id, &process.name.exec).await
+            && let Err(error) = oci::forget(&vm.guest, &container.inside, &process.name.exec).await
         {
             tracing::warn!(%error, process = %process.name, "a process's record is left in the guest");
         }
         container.forget(&process.name.exec);
-        let path = self.place.container(&container.id).join(oci::exec_file(&process.name.exec));
+        let path = self.place.container(&container.inside).join(oci::exec_file(&process.name.exec));
         let _ = std::fs::remove_file(path);
         Ok(process.end().unwrap_or(End { status: 0, at: SystemTime::now() }))
     }

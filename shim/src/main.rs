@@ -2,17 +2,21 @@
 //!
 //! | file | purpose |
 //! |---|---|
-//! | `bootstrap`, `start`, `delete`, `serve` | what the program is run for |
+//! | `bootstrap`, `start`, `delete`, `serve`, `ask` | what the program is run for |
 //! | `task`, `lifecycle`, `stats` | the Task service; what its calls do |
 //! | `sandbox`, `container`, `process` | what there is, and how it is |
-//! | `life`, `sleep`, `wishes` | where the VM is in its life; pauses; what pods ask for |
+//! | `life`, `sleep`, `checkpoint` | where the VM is in its life; pauses; copies |
+//! | `annotations`, `wishes` | what pods ask for |
 //! | `vm`, `vmm`, `guest`, `oci` | the VM; its VMM; the agent in it; containers in it |
 //! | `spec`, `sizing`, `rootfs`, `stdio`, `streams` | a container's spec, size, files and streams |
 //! | `network` | a pod's interfaces, for the guest |
 //! | `events`, `logs`, `record`, `place` | what is told, and written down, and where |
 //! | `config`, `clock`, `error` | the operator's settings; times; refusals |
 
+mod annotations;
+mod ask;
 mod bootstrap;
+mod checkpoint;
 mod clock;
 mod config;
 mod container;
@@ -72,11 +76,13 @@ says; each has a default:
   pause_to = \"memory\"                                   where a pause leaves a VM: memory or disk
   pause_dir = \"/var/lib/cube/paused\"                   the states of those paused to disk
   resume_timeout_s = 30                                 how long a port may take after a resume
+  annotation_dirs = [\"/var/lib/cube\"]                 where annotations may name files
   vmm_options = []                                      more options for `cube-vmm start`
 
 Usage, by containerd:
   -namespace NS -id ID -address SOCKET [-debug] start   find or make the shim of ID's pod
   -namespace NS -id ID -address SOCKET delete           end and clear what ID has left
+  -namespace NS -id ID -address SOCKET checkpoint DIR   write ID's sandbox into the folder DIR
   -info                                                 print what runtime this is, as protobuf
   -v, --version                                         print the version
   --help                                                print this
@@ -89,7 +95,7 @@ fn main() -> ExitCode {
         return ExitCode::SUCCESS;
     }
     match containerd_shim::parse(&args).map_err(|error| Error::Invalid(error.to_string())) {
-        Ok(flags) => run(&flags),
+        Ok(flags) => run(&flags, &args),
         Err(error) => Err(error),
     }
     .map_or_else(
@@ -102,7 +108,7 @@ fn main() -> ExitCode {
     )
 }
 
-fn run(flags: &Flags) -> Result<()> {
+fn run(flags: &Flags, args: &[String]) -> Result<()> {
     if flags.version {
         println!("containerd-shim-cube-v2 {}", env!("CARGO_PKG_VERSION"));
         return Ok(());
@@ -113,12 +119,16 @@ fn run(flags: &Flags) -> Result<()> {
     match flags.action.as_str() {
         "start" => start::start(flags),
         "delete" => delete::delete(flags),
+        "checkpoint" => match args {
+            [.., action, folder] if action == "checkpoint" => ask::checkpoint(flags, folder),
+            _ => Err(Error::Invalid("checkpoint needs a folder; see --help".to_owned())),
+        },
         "" if flags.id.is_empty() => {
             Err(Error::Invalid("this program is started by containerd; see --help".to_owned()))
         }
         "" => serve::serve(flags),
         other => {
-            Err(Error::Invalid(format!("no such action: {other:?}; expected start or delete")))
+            Err(Error::Invalid(format!("no such action: {other:?}; expected start, delete or checkpoint")))
         }
     }
 }

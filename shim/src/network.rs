@@ -328,15 +328,29 @@ impl Network {
             ));
         }
         for (number, card) in self.cards.iter().enumerate() {
-            let name = &card.name;
-            lines.push(format!("ip link set cubetmp{number} name {name}"));
-            lines.push(format!("ip link set {name} mtu {} up", card.mtu));
-            for (address, prefix) in &card.addresses {
-                // The plugin has made sure that nobody else has it.
-                let sure = if address.is_ipv6() { " nodad" } else { "" };
-                lines.push(format!("ip addr add {address}/{prefix} dev {name}{sure} || true"));
-            }
+            lines.push(format!("ip link set cubetmp{number} name {}", card.name));
+            lines.extend(card.set_up());
         }
+        self.reach(&mut lines);
+        lines.join("\n")
+    }
+
+    /// What a shell in the guest of a copy has to do, whose cards have other addresses.
+    pub fn renewal(&self) -> String {
+        let mut lines = vec!["set -e".to_owned()];
+        for card in &self.cards {
+            let Card { name, mac, .. } = card;
+            // Routes and neighbours go with the card's being up.
+            lines.push(format!("ip link set {name} down; ip addr flush dev {name}"));
+            lines.push(format!("ip neigh flush dev {name}; ip link set {name} address {mac}"));
+            lines.extend(card.set_up());
+        }
+        self.reach(&mut lines);
+        lines.join("\n")
+    }
+
+    /// How others are reached.
+    fn reach(&self, lines: &mut Vec<String>) {
         for route in &self.routes {
             let family = if route.v6 { "-6 " } else { "" };
             let to = match route.to {
@@ -349,7 +363,19 @@ impl Network {
         for Neighbour { address, mac, card } in &self.neighbours {
             lines.push(format!("ip neigh replace {address} lladdr {mac} dev {card} nud permanent"));
         }
-        lines.join("\n")
+    }
+}
+
+impl Card {
+    fn set_up(&self) -> Vec<String> {
+        let Self { name, mtu, .. } = self;
+        let up = format!("ip link set {name} mtu {mtu} up");
+        let addresses = self.addresses.iter().map(|(address, prefix)| {
+            // The plugin has made sure that nobody else has it.
+            let sure = if address.is_ipv6() { " nodad" } else { "" };
+            format!("ip addr add {address}/{prefix} dev {name}{sure} || true")
+        });
+        std::iter::once(up).chain(addresses).collect()
     }
 }
 

@@ -22,6 +22,9 @@ const CREATE: u64 = 30;
 pub struct State {
     /// `created`, `running`, …
     pub status: String,
+    /// The guest's number of its first process; 0 if there is none.
+    #[serde(default)]
+    pub pid: i32,
     /// The kernel has killed one of its processes for want of memory.
     #[serde(default)]
     pub oom_killed: bool,

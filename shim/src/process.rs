@@ -9,6 +9,7 @@ use containerd_shim_protos::types::task::Status;
 use guest_protocol::{ProcessId, Request, Spawn, WindowSize};
 use tokio::sync::watch;
 
+use crate::checkpoint::Saved;
 use crate::error::{Error, Result};
 use crate::guest::Guest;
 use crate::stdio::{Ends, Stdio};
@@ -96,6 +97,19 @@ impl Process {
             streams.close_input();
         }
         state.keeper = Some(keeper);
+        state.streams = Some(streams);
+        Ok(())
+    }
+
+    /// Takes over a process that goes on from a checkpoint, with its streams.
+    pub async fn adopt(&self, guest: &Guest, saved: &Saved) -> Result<()> {
+        let ends = Ends::open(&self.stdio).await?.like(saved);
+        let streams = std::sync::Arc::new(Streams::connect(ends, guest, saved.keeper).await?);
+        let mut state = self.state();
+        if state.input_closed {
+            streams.close_input();
+        }
+        state.keeper = Some(saved.keeper);
         state.streams = Some(streams);
         Ok(())
     }

@@ -58,7 +58,8 @@ pub struct Sandbox {
     pub quiet: RwLock<()>,
     /// How many snapshots there have been.
     pub snapshots: AtomicU64,
-    booting: tokio::sync::Mutex<()>,
+    /// Whoever makes a VM holds it.
+    pub booting: tokio::sync::Mutex<()>,
     wishes: Mutex<Wishes>,
     doomed: Mutex<Vec<Doomed>>,
     containers: Mutex<BTreeMap<String, Arc<Container>>>,
@@ -189,7 +190,13 @@ impl Sandbox {
             Some(path) => network::connect(path).await?,
             None => Network::default(),
         };
-        let vmm = Vmm::start(&self.config, &self.place, size, &network)?;
+        let mut config = self.config.clone();
+        let name = "cube.vm.kernel.path";
+        if let Some(kernel) = spec["annotations"][name].as_str() {
+            self.config.check_named(name, kernel.as_ref())?;
+            config.kernel = kernel.into();
+        }
+        let vmm = Vmm::start(&config, &self.place, size, &network)?;
         self.write_down(Some(vmm.identity))?;
         let vm = Vm::boot(vmm, &self.config, &self.place, Arc::new(network)).await?;
         tracing::info!(cpus = size.cpus, memory_mib = size.memory_mib, "the VM is ready");
@@ -278,7 +285,7 @@ impl Sandbox {
     /// Says so, if the container was killed for want of memory, before its end is told.
     async fn report_memory(&self, container: &Container, status: u32) {
         let (KILLED, Ok(vm)) = (status, self.vm()) else { return };
-        if let Ok(state) = oci::state(&vm.guest, &container.id).await
+        if let Ok(state) = oci::state(&vm.guest, &container.inside).await
             && state.oom_killed
         {
             let container_id = container.id.clone();

@@ -2,6 +2,7 @@
 
 use serde_json::Value;
 
+use crate::annotations::Resources;
 use crate::config::Config;
 use crate::error::{Error, Result};
 
@@ -26,7 +27,8 @@ impl Size {
     /// What a sandbox whose first container has this spec needs.
     pub fn of(spec: &Value, config: &Config) -> Result<Self> {
         let limits = Limits::of(spec);
-        let cpus = limits.cpus().unwrap_or(config.cpus);
+        let whole = Resources::of(spec)?;
+        let cpus = whole.map(|whole| whole.cpu).or_else(|| limits.cpus()).unwrap_or(config.cpus);
         if cpus > config.max_cpus {
             return Err(Error::Invalid(format!(
                 "the limit of {cpus} processors is more than a sandbox may have, which is {}; \
@@ -34,9 +36,12 @@ impl Size {
                 config.max_cpus
             )));
         }
-        let memory_mib = match limits.memory {
-            Some(bytes) => (bytes >> 20).saturating_add(config.overhead_mib).next_multiple_of(2),
-            None => config.memory_mib,
+        let memory_mib = match (whole, limits.memory) {
+            (Some(whole), _) => whole.memory.saturating_add(whole.memory % 2),
+            (None, Some(bytes)) => {
+                (bytes >> 20).saturating_add(config.overhead_mib).next_multiple_of(2)
+            }
+            (None, None) => config.memory_mib,
         };
         if memory_mib > config.max_memory_mib {
             return Err(Error::Invalid(format!(
@@ -114,6 +119,15 @@ mod tests {
             "linux": {"resources": {"memory": {"limit": 1 << 20}}},
         });
         assert_eq!(size(&spec), Size { cpus: 4, memory_mib: 1152 });
+    }
+
+    #[test]
+    fn the_size_of_the_vm_itself_counts_more_than_all_limits() {
+        let spec = json!({
+            "annotations": {"cube.vmmres": "{\"cpu\":3,\"memory\":1001}"},
+            "linux": {"resources": {"memory": {"limit": 1 << 20}}},
+        });
+        assert_eq!(size(&spec), Size { cpus: 3, memory_mib: 1002 });
     }
 
     #[test]

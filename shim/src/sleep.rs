@@ -66,7 +66,7 @@ impl Sandbox {
             if sandbox.is_alone(&container) {
                 vm.vmm.ask(&Request::Pause {}).await?;
             } else {
-                oci::pause(&vm.guest, &container.id).await?;
+                oci::pause(&vm.guest, &container.inside).await?;
             }
             container.set_paused(true);
             sandbox.tell_paused(&container);
@@ -92,7 +92,7 @@ impl Sandbox {
                 vm.vmm.ask(&Request::Resume {}).await?;
                 vm.guest.call(&guest_protocol::Request::Ping).await?;
             } else {
-                oci::resume(&vm.guest, &container.id).await?;
+                oci::resume(&vm.guest, &container.inside).await?;
             }
             container.set_paused(false);
             sandbox.tell_resumed(&container);
@@ -123,6 +123,10 @@ impl Sandbox {
             Ok(bed) => bed,
             Err(error) => {
                 self.stay_awake(&vm).await;
+                // A VMM that was killed leaves what it has begun; there is nothing else.
+                if let Ok(bed) = self.place.bed(&self.config.pause_dir) {
+                    remove(&bed).await;
+                }
                 return Err(error);
             }
         };
@@ -142,9 +146,7 @@ impl Sandbox {
     /// Writes the state of the VM, which stands still afterwards.
     async fn save(&self, vm: &Vm) -> Result<Bed> {
         let snapshot = self.next_snapshot()?;
-        for process in self.processes() {
-            process.let_go(&vm.guest).await?;
-        }
+        self.let_go(vm).await?;
         let request = SnapshotRequest { keep_paused: true, ..SnapshotRequest::new(&snapshot) };
         let saved = match vm.vmm.ask_long(&Request::Snapshot(request)).await {
             Ok(Reply::Saved(report)) => report,
@@ -177,16 +179,29 @@ impl Sandbox {
         if vm.lives() {
             // It goes on by itself, unless the answer was lost.
             let _ = vm.vmm.ask(&Request::Resume {}).await;
-            for process in self.processes() {
-                if let Err(error) = process.attach(&vm.guest).await {
-                    tracing::error!(%error, process = %process.name, "streams are lost");
-                }
-                process.settle();
-            }
+            self.take_up(vm).await;
         }
         self.set_sleep(Sleep::Awake);
         if let Err(error) = self.life.take(&Step::StayAwake) {
             tracing::debug!(%error, "over meanwhile");
+        }
+    }
+
+    /// Makes the guest let go of all streams, so that it can be saved.
+    pub async fn let_go(&self, vm: &Vm) -> Result<()> {
+        for process in self.processes() {
+            process.let_go(&vm.guest).await?;
+        }
+        Ok(())
+    }
+
+    /// Connects them again, with the same guest.
+    pub async fn take_up(&self, vm: &Vm) {
+        for process in self.processes() {
+            if let Err(error) = process.attach(&vm.guest).await {
+                tracing::error!(%error, process = %process.name, "streams are lost");
+            }
+            process.settle();
         }
     }
 
@@ -262,7 +277,7 @@ impl Sandbox {
         process: &Arc<Process>,
     ) -> Result<()> {
         let exec = process.name.exec.clone();
-        self.doom(Doomed { container: container.id.clone(), exec: exec.clone() });
+        self.doom(Doomed { container: container.inside.clone(), exec: exec.clone() });
         if exec.is_empty() {
             for added in container.execs().iter().filter(|added| added.has_started()) {
                 self.ended(container, added, KILLED).await;
@@ -300,7 +315,7 @@ impl Sandbox {
 }
 
 /// Runs a piece of work that must not be given up in its midst, as a call is whose client is gone.
-async fn to_its_end(work: impl Future<Output = Result<()>> + Send + 'static) -> Result<()> {
+pub async fn to_its_end(work: impl Future<Output = Result<()>> + Send + 'static) -> Result<()> {
     tokio::spawn(work).await.map_err(|error| Error::Unavailable(error.to_string()))?
 }
 

@@ -47,6 +47,15 @@ pub fn group(spec: &Value) -> Option<&str> {
     [SANDBOX_ID, GROUP].iter().find_map(|name| annotations[*name].as_str())
 }
 
+/// Where a spec that was adapted has its volumes, in the order of their names.
+pub fn volumes_inside(adapted: &Value) -> Vec<String> {
+    let mounts = adapted["mounts"].as_array().into_iter().flatten();
+    let ours = mounts.filter(|mount| {
+        mount["source"].as_str().is_some_and(|source| Path::new(source).starts_with(GUEST_SHARE))
+    });
+    ours.map(|mount| mount["destination"].as_str().unwrap_or_default().to_owned()).collect()
+}
+
 /// Makes the spec of container `id` fit for the guest.
 pub fn adapt(mut spec: Value, id: &str) -> Result<Adapted> {
     if !spec["process"]["args"].is_array() {

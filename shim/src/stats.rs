@@ -17,7 +17,7 @@ pub async fn of(sandbox: &Sandbox, container: &Container) -> Result<Any> {
     let _quiet = sandbox.quiet.read().await;
     let counts = match sandbox.vm() {
         Ok(vm) if !container.is_paused() && container.init.end().is_none() => {
-            oci::stats(&vm.guest, &container.id).await?
+            oci::stats(&vm.guest, &container.inside).await?
         }
         _ => Value::Null,
     };

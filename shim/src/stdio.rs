@@ -17,6 +17,7 @@ use tokio::io::AsyncWriteExt;
 use tokio::net::unix::pipe;
 use tokio::time::{Instant, sleep};
 
+use crate::checkpoint::Saved;
 use crate::error::{Error, Result, io as failed};
 
 /// How long a client may take to open its end.
@@ -77,6 +78,8 @@ pub enum Sink {
     Fifo(pipe::Sender, File),
     /// A file that grows.
     File(tokio::fs::File),
+    /// Nobody wants it, but it must be read.
+    Nowhere,
 }
 
 impl Sink {
@@ -117,6 +120,7 @@ impl Sink {
         match self {
             Self::Fifo(to, _hold) => to.write(bytes).await,
             Self::File(to) => to.write(bytes).await,
+            Self::Nowhere => Ok(bytes.len()),
         }
     }
 
@@ -125,6 +129,7 @@ impl Sink {
         match self {
             Self::Fifo(to, _hold) => to.flush().await,
             Self::File(to) => to.flush().await,
+            Self::Nowhere => Ok(()),
         }
     }
 }
@@ -147,6 +152,17 @@ impl Ends {
             sink(Stream::Stderr, &stdio.stderr)
         )?;
         Ok(Self { stdout, stderr })
+    }
+}
+
+impl Ends {
+    /// Those for a process that has other streams than the client wants: what it has must be read, and
+    /// what it has not cannot be.
+    pub fn like(self, saved: &Saved) -> Self {
+        let like = |stream, sink: Option<Sink>| {
+            saved.has(stream).then(|| sink.unwrap_or(Sink::Nowhere))
+        };
+        Self { stdout: like(Stream::Stdout, self.stdout), stderr: like(Stream::Stderr, self.stderr) }
     }
 }
 

@@ -179,7 +179,11 @@ impl Streams {
         let mut lines = Vec::new();
         for (sink, stream) in [(ends.stdout, Stream::Stdout), (ends.stderr, Stream::Stderr)] {
             if let Some(sink) = sink {
-                let from = guest.attach(process, stream).await?;
+                let from = match guest.attach(process, stream).await {
+                    // It had ended before it was saved.
+                    Err(Error::NotFound(_)) => continue,
+                    attached => attached?,
+                };
                 let (line, steered) = line(stream);
                 lines.push(Arc::new(line));
                 output.spawn(async move {

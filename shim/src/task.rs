@@ -14,7 +14,7 @@ use containerd_shim_protos::api::{
     StatsResponse, UpdateTaskRequest, WaitRequest, WaitResponse,
 };
 use containerd_shim_protos::events::task::{
-    TaskCreate, TaskDelete, TaskExecAdded, TaskExecStarted, TaskIO, TaskStart,
+    TaskCheckpointed, TaskCreate, TaskDelete, TaskExecAdded, TaskExecStarted, TaskIO, TaskStart,
 };
 use containerd_shim_protos::protobuf::MessageField;
 use containerd_shim_protos::shim_async::{Task, create_task};
@@ -22,8 +22,8 @@ use containerd_shim_protos::ttrpc::Result as Answer;
 use containerd_shim_protos::ttrpc::asynchronous::{Service, TtrpcContext};
 use guest_protocol::WindowSize;
 
+use crate::checkpoint::ends_with_it;
 use crate::clock::timestamp;
-use crate::error::Error;
 use crate::lifecycle::New;
 use crate::sandbox::Sandbox;
 use crate::stats;
@@ -71,9 +71,6 @@ impl Task for TaskService {
     }
 
     async fn create(&self, _: &Context, request: CreateTaskRequest) -> Answer<CreateTaskResponse> {
-        if !request.checkpoint.is_empty() {
-            return Err(Error::Unimplemented("creating a task from a checkpoint").into());
-        }
         let stdio = Stdio {
             stdin: request.stdin,
             stdout: request.stdout,
@@ -85,6 +82,7 @@ impl Task for TaskService {
             bundle: request.bundle.clone().into(),
             rootfs: request.rootfs.clone(),
             stdio: stdio.clone(),
+            checkpoint: request.checkpoint.clone(),
         };
         let container = self.sandbox.create(new).await.inspect_err(|error| {
             tracing::error!(%error, id = request.id, "task not created");
@@ -175,8 +173,23 @@ impl Task for TaskService {
         Ok(Empty::new())
     }
 
-    async fn checkpoint(&self, _: &Context, _: CheckpointTaskRequest) -> Answer<Empty> {
-        Err(Error::Unimplemented("a checkpoint").into())
+    async fn checkpoint(&self, _: &Context, request: CheckpointTaskRequest) -> Answer<Empty> {
+        let container = self.sandbox.container(&request.id)?;
+        self.sandbox.checkpoint(request.path.clone().into()).await.inspect_err(|error| {
+            tracing::error!(%error, id = request.id, "no checkpoint is written");
+        })?;
+        let checkpoint = request.path.clone();
+        let container_id = container.id.clone();
+        self.sandbox.events.publish(&TaskCheckpointed {
+            container_id,
+            checkpoint,
+            ..Default::default()
+        });
+        if ends_with_it(&request) {
+            let kill = libc::SIGKILL.unsigned_abs();
+            self.sandbox.kill(&container, &container.init, kill, true).await?;
+        }
+        Ok(Empty::new())
     }
 
     async fn kill(&self, _: &Context, request: KillRequest) -> Answer<Empty> {

@@ -8,6 +8,7 @@ use crate::config::Config;
 use crate::error::{Error, Result};
 use crate::guest::Guest;
 use crate::network::Network;
+use crate::oci;
 use crate::place::{GUEST_SHARE, Place};
 use crate::vmm::Vmm;
 use crate::wishes::{Wishes, probe};
@@ -16,6 +17,17 @@ use crate::wishes::{Wishes, probe};
 const AGAIN: Duration = Duration::from_millis(20);
 /// How long the guest may take for each step of it.
 const SET_UP: Duration = Duration::from_secs(20);
+
+/// What a copy of a VM becomes.
+#[derive(Clone, Debug)]
+pub struct Copy {
+    /// Its host name, and its container's.
+    pub hostname: String,
+    /// Its container, by its name in the guest.
+    pub container: String,
+    /// Whether that runs.
+    pub started: bool,
+}
 
 /// A VM whose guest is ready.
 #[derive(Debug)]
@@ -71,8 +83,44 @@ impl Vm {
         }
     }
 
+    /// Takes over a VMM that goes on with a checkpoint, and makes its guest another machine. Ends it
+    /// if that fails.
+    pub async fn copied(
+        vmm: Vmm,
+        config: &Config,
+        place: &Place,
+        network: Arc<Network>,
+        copy: &Copy,
+        wishes: &Wishes,
+    ) -> Result<Self> {
+        let vm = Self { vmm, guest: Guest::new(place.file("vsock.sock")), network };
+        let becomes = async {
+            vm.vmm.ready(Duration::from_secs(config.boot_timeout_s)).await?;
+            vm.set_up("take its network", &vm.network.renewal()).await?;
+            vm.rename(copy).await?;
+            vm.answers(wishes).await
+        };
+        match becomes.await {
+            Ok(()) => Ok(vm),
+            Err(error) => {
+                vm.vmm.kill().await;
+                Err(error)
+            }
+        }
+    }
+
+    /// Gives the container its host name, which it may have apart from the guest's.
+    async fn rename(&self, copy: &Copy) -> Result<()> {
+        let state = oci::state(&self.guest, &copy.container).await?;
+        if state.pid == 0 {
+            return Ok(());
+        }
+        let (pid, name) = (state.pid, &copy.hostname);
+        self.set_up("take its host name", &format!("nsenter -t {pid} -u hostname {name}")).await
+    }
+
     /// Waits until all ports answer that are wished for.
-    async fn answers(&self, wishes: &Wishes) -> Result<()> {
+    pub async fn answers(&self, wishes: &Wishes) -> Result<()> {
         let deadline = tokio::time::Instant::now() + wishes.patience;
         let cards = self.network.cards.iter();
         let of_cards = cards.flat_map(|card| card.addresses.iter().map(|(address, _)| *address));

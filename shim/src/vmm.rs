@@ -86,6 +86,27 @@ impl Vmm {
         Self::spawn(command, config, place)
     }
 
+    /// Starts one that goes on with a checkpoint, as another machine with other things.
+    pub fn copy(
+        config: &Config,
+        place: &Place,
+        snapshot: &Path,
+        network: &Network,
+        hostname: &str,
+    ) -> Result<Self> {
+        let cards = cards(network)?;
+        let mut command = Command::new(&config.vmm);
+        command
+            .arg("restore")
+            .arg(snapshot)
+            .args(["--resume", "--hostname", hostname, "--override"])
+            .arg(format!("vsock={}", place.file(VSOCK).display()))
+            .arg("--override")
+            .arg(format!("fs:{SHARE}=path={},policy=copy", place.share().display()))
+            .args(cards.0.iter().flat_map(Inherited::known_card));
+        Self::spawn(command, config, place)
+    }
+
     fn spawn(mut command: Command, config: &Config, place: &Place) -> Result<Self> {
         let (api, log) = (place.file("api.sock"), place.file("vmm.log"));
         let output = File::options().create(true).append(true).open(&log);

@@ -256,11 +256,12 @@ fn write_settings(folder: &Path) {
     fs::write(folder.join("containerd.toml"), containerd).unwrap();
     let cube = format!(
         "vmm = {:?}\nkernel = {:?}\ninitrd = {:?}\nmemory_mib = 192\nboot_timeout_s = 120\n\
-         pause_dir = {:?}\n",
+         pause_dir = {:?}\nannotation_dirs = [{:?}]\n",
         Artifact::Vmm.arg(),
         Artifact::Kernel.arg(),
         Artifact::ContainerInitrd.arg(),
         path("paused"),
+        text(folder),
     );
     fs::write(folder.join("cube.toml"), cube).unwrap();
 }

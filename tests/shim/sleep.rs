@@ -34,7 +34,7 @@ fn cycles() -> u32 {
 }
 
 /// Starts a container that sleeps on disk, with these words for `ctr run` too.
-fn detach(containerd: &Containerd, id: &str, more: &[&str], script: &str) {
+pub fn detach(containerd: &Containerd, id: &str, more: &[&str], script: &str) {
     let words = ["run", "-d", "--runtime", CUBE].into_iter().chain(TO_DISK);
     let rest = [oci_image::NAME, id, "sh", "-c", script];
     containerd.ctr(words.chain(more.iter().copied()).chain(rest)).output(0);
@@ -47,30 +47,37 @@ fn pause(containerd: &Containerd, id: &str) {
     assert_eq!(containerd.asleep().len(), 1);
 }
 
-fn resume(containerd: &Containerd, id: &str) {
+pub fn resume(containerd: &Containerd, id: &str) {
     containerd.ctr(["tasks", "resume", id]).output(0);
     assert_eq!(containerd.state(id).as_deref(), Some("RUNNING"));
     assert_eq!(containerd.asleep(), Vec::<String>::new());
 }
 
 /// The numbers in a file of lines, the last of which may be half written.
-fn numbers(path: &Path) -> Vec<u32> {
+pub fn numbers(path: &Path) -> Vec<u32> {
     let text = fs::read_to_string(path).unwrap();
     let whole = text.rfind('\n').map_or("", |end| &text[..end]);
     whole.lines().map(|line| line.parse().unwrap()).collect()
 }
 
 /// Waits until a counter has moved.
-fn counts(path: &Path) {
+pub fn counts(path: &Path) {
     let before = numbers(path).len();
     eventually("it counts", || numbers(path).len() > before);
 }
 
 fn assert_whole(path: &Path) {
+    assert_eq!(assert_counts_from(path), 1);
+}
+
+/// Makes sure that no number is missing or there twice, and tells the first.
+pub fn assert_counts_from(path: &Path) -> u32 {
     let numbers = numbers(path);
-    let expected: Vec<u32> = (1..).take(numbers.len()).collect();
-    let first = numbers.iter().zip(&expected).find(|(one, other)| one != other);
-    assert_eq!(first, None, "in {} of {} numbers", path.display(), numbers.len());
+    let first = numbers[0];
+    let expected: Vec<u32> = (first..).take(numbers.len()).collect();
+    let wrong = numbers.iter().zip(&expected).find(|(one, other)| one != other);
+    assert_eq!(wrong, None, "in {} of {} numbers", path.display(), numbers.len());
+    first
 }
 
 fn seconds() -> u64 {

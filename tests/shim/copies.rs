@@ -1,0 +1,177 @@
+//! Checkpoints, and the sandboxes that go on from them, each as a machine of its own.
+
+use std::collections::BTreeSet;
+use std::fs;
+use std::io::Read;
+use std::net::TcpStream;
+use std::path::{Path, PathBuf};
+use std::process::Command;
+
+use harness::artifacts::{Artifact, text};
+use harness::containerd::{CUBE, Containerd};
+use harness::{eventually, image, oci_image};
+use libtest_mimic::Trial;
+
+use crate::sleep::{assert_counts_from, counts, numbers};
+
+pub fn trials() -> Vec<Trial> {
+    harness::trials![
+        copies_of_a_sandbox_go_on_as_machines_of_their_own,
+        what_cannot_be_gone_on_from_is_refused,
+        containerd_s_own_checkpoint_is_gone_on_from,
+    ]
+}
+
+/// How many copies there are.
+fn copies() -> u8 {
+    std::env::var("CUBE_SHIM_COPIES").map_or(2, |text| text.parse().unwrap())
+}
+
+/// The network of one pod: as `battery::Pod`, with a number.
+struct Pod(u8);
+
+impl Pod {
+    fn make(number: u8) -> Self {
+        for line in [
+            "netns add cube-copy-N",
+            "link add cube-copy-vN type veth peer name eth0 netns cube-copy-N",
+            "addr add 10.95.N.1/24 dev cube-copy-vN",
+            "link set cube-copy-vN up",
+            "-n cube-copy-N addr add 10.95.N.2/24 dev eth0",
+            "-n cube-copy-N link set eth0 up",
+            "-n cube-copy-N route add default via 10.95.N.1",
+        ] {
+            let line = line.replace('N', &number.to_string());
+            image::host("ip", &line.split(' ').collect::<Vec<_>>());
+        }
+        Self(number)
+    }
+
+    fn namespace(&self) -> String {
+        format!("network:/var/run/netns/cube-copy-{}", self.0)
+    }
+
+    fn answer(&self) -> std::io::Result<String> {
+        let mut text = String::new();
+        TcpStream::connect(format!("10.95.{}.2:8080", self.0))?.read_to_string(&mut text)?;
+        Ok(text)
+    }
+}
+
+impl Drop for Pod {
+    fn drop(&mut self) {
+        image::host("ip", &["netns", "delete", &format!("cube-copy-{}", self.0)]);
+    }
+}
+
+/// Starts a container in the background, with these words for `ctr run`.
+fn detach(containerd: &Containerd, id: &str, more: &[&str], script: &str) -> String {
+    let words = ["run", "-d", "--runtime", CUBE].into_iter().chain(more.iter().copied());
+    let said = containerd.ctr(words.chain([oci_image::NAME, id, "sh", "-c", script]));
+    if said.code == 0 { String::new() } else { said.stderr.replace('\\', "") }
+}
+
+/// Asks the shim for a checkpoint.
+fn checkpoint(containerd: &Containerd, id: &str) -> PathBuf {
+    let folder = containerd.folder("checkpoints").join(id);
+    let said = Command::new(Artifact::Shim.arg())
+        .args(["-namespace", "default", "-id", id, "-address"])
+        .arg(containerd.folder(".").canonicalize().unwrap().join("containerd.sock"))
+        .arg("checkpoint")
+        .arg(&folder)
+        .output()
+        .unwrap();
+    assert!(said.status.success(), "{said:?}\n{}", containerd.log());
+    folder
+}
+
+fn copies_of_a_sandbox_go_on_as_machines_of_their_own() {
+    let containerd = Containerd::start();
+    let out = containerd.folder("out");
+    let log = |id: &str| format!("file://{}", out.join(id).display());
+    let pod = Pod::make(100);
+    let script = "nc -ll -p 8080 -e /bin/hostname & n=0; while sleep 0.1; do echo $((n+=1)); done";
+    let ready = ["--annotation", "cube.ready=tcp:8080"];
+    let (namespace, uri) = (pod.namespace(), log("origin"));
+    let own = ["--with-ns", &namespace, "--log-uri", &uri, "--env", "WHO=origin"];
+    let words: Vec<&str> = ready.into_iter().chain(own).collect();
+    assert_eq!(detach(&containerd, "origin", &words, script), "");
+    eventually("it counts", || out.join("origin").exists() && numbers(&out.join("origin")).len() > 3);
+    let folder = checkpoint(&containerd, "origin");
+    counts(&out.join("origin"));
+    let from = format!("cube.restore.from={}", folder.display());
+    let mut seen = BTreeSet::new();
+    let mut pods = Vec::new();
+    for number in 1..=copies() {
+        let (id, pod) = (format!("copy-{number}"), Pod::make(number));
+        let (namespace, uri, who) = (pod.namespace(), log(&id), format!("WHO={id}"));
+        let own = ["--with-ns", &namespace, "--log-uri", &uri, "--env", &who];
+        let words = ready.into_iter().chain(["--annotation", &from]).chain(own);
+        assert_eq!(detach(&containerd, &id, &words.collect::<Vec<_>>(), "not run"), "");
+        // At the first try: whoever creates it has waited.
+        assert_eq!(pod.answer().unwrap(), format!("{id}\n"));
+        let look = "echo $WHO; hostname; cat /sys/class/net/eth0/address; \
+                    cat /proc/sys/kernel/random/uuid; ip -4 -o addr show eth0";
+        let said = containerd.exec(&id, "look", &["sh", "-c", look]);
+        let lines: Vec<&str> = said.output(0).lines().collect();
+        assert_eq!(lines[..2], [id.as_str(), id.as_str()]);
+        assert!(lines[4].contains(&format!("inet 10.95.{number}.2/24")), "{said:?}");
+        seen.extend(lines[2..4].iter().map(|&line| line.to_owned()));
+        pods.push(pod);
+    }
+    assert_eq!(seen.len(), 2 * usize::from(copies()), "{seen:?}");
+    for number in 1..=copies() {
+        let id = format!("copy-{number}");
+        counts(&out.join(&id));
+        containerd.remove(&id);
+        assert!(assert_counts_from(&out.join(&id)) > 1, "it goes on");
+    }
+    containerd.remove("origin");
+    assert_eq!(assert_counts_from(&out.join("origin")), 1);
+}
+
+fn what_cannot_be_gone_on_from_is_refused() {
+    let containerd = Containerd::start();
+    let none = ["--annotation", "cube.restore.from=/nonexistent"];
+    let said = detach(&containerd, "none", &none, "true");
+    assert!(said.contains("names /nonexistent: No such file"), "{said}");
+    containerd.ctr(["containers", "rm", "none"]);
+    assert_eq!(detach(&containerd, "origin", &[], "sleep 1000"), "");
+    let folder = checkpoint(&containerd, "origin");
+    containerd.remove("origin");
+    let from = format!("cube.restore.from={}", folder.display());
+    let data = format!("type=bind,src={},dst=/data,options=rbind:rw", text(&folder));
+    let said = detach(&containerd, "more", &["--annotation", &from, "--mount", &data], "true");
+    assert!(said.contains("volumes at [\"/data\"], and in the checkpoint at []"), "{said}");
+    containerd.ctr(["containers", "rm", "more"]);
+    let memory = folder.join("vm/memory");
+    fs::rename(&memory, folder.join("away")).unwrap();
+    let said = detach(&containerd, "half", &["--annotation", &from], "true");
+    assert!(said.contains("memory"), "{said}");
+    containerd.ctr(["containers", "rm", "half"]);
+    fs::rename(folder.join("away"), &memory).unwrap();
+    assert_eq!(detach(&containerd, "whole", &["--annotation", &from], "true"), "");
+    containerd.remove("whole");
+}
+
+fn containerd_s_own_checkpoint_is_gone_on_from() {
+    let containerd = Containerd::start();
+    let data = containerd.folder("data");
+    let mount = format!("type=bind,src={},dst=/data,options=rbind:rw", data.display());
+    let script = "echo kept > /kept; n=0; while sleep 0.1; do echo $((n+=1)) >> /data/log; done";
+    assert_eq!(detach(&containerd, "first", &["--mount", &mount], script), "");
+    let log: &Path = &data.join("log");
+    eventually("it counts", || log.exists());
+    counts(log);
+    let name = "localhost/cube-test/checkpoint:1";
+    containerd.ctr(["containers", "checkpoint", "--rw", "--image", "--task", "first", name]).output(0);
+    containerd.remove("first");
+    let ended = numbers(log).len();
+    containerd.ctr(["containers", "restore", "--rw", "--live", "second", name]).output(0);
+    eventually("it goes on", || numbers(log).len() > ended);
+    // Where it was by then, not where it was when it was killed.
+    let all = numbers(log);
+    assert!(all[ended] > 1 && all[ended] <= all[ended - 1] + 1, "{all:?}");
+    assert_eq!(containerd.exec("second", "look", &["cat", "/kept"]).output(0), "kept\n");
+    containerd.remove("second");
+}
