@@ -19,6 +19,7 @@ mod endings;
 mod sleep;
 
 fn main() -> ExitCode {
-    let modules = [battery::trials(), endings::trials(), sleep::trials(), copies::trials(), cuts::trials()];
+    let modules =
+        [battery::trials(), endings::trials(), sleep::trials(), copies::trials(), cuts::trials()];
     harness::lab::run_here_or_in_lab(modules.into_iter().flatten().collect())
 }

@@ -76,7 +76,10 @@ pub const KNOWN: &[(&str, Treatment)] = &[
     ("cube.master.snapshot.cross_node", PassedOver(LINEAGE)),
     ("cube.master.desired.sandbox.id", PassedOver(LINEAGE)),
     ("cube.pause.keep_tombstone", PassedOver("a paused sandbox leaves nothing when it is deleted")),
-    ("cube.pause.delete_tombstone", PassedOver("a paused sandbox leaves nothing when it is deleted")),
+    (
+        "cube.pause.delete_tombstone",
+        PassedOver("a paused sandbox leaves nothing when it is deleted"),
+    ),
     ("cube.product", PassedOver("it is for others")),
     ("cube.vm.image.path", PassedOver("it is for others")),
     ("cube.runtime.config.path", PassedOver("settings are in /etc/cube/config.toml")),
@@ -90,7 +93,9 @@ pub fn check(spec: &Value) -> Result<()> {
     for (name, _) in annotations.filter(|(name, _)| name.starts_with("cube.")) {
         match KNOWN.iter().find(|(known, _)| known == name).map(|(_, treatment)| treatment) {
             Some(Followed) => {}
-            Some(PassedOver(reason)) => tracing::info!(name, reason, "an annotation is passed over"),
+            Some(PassedOver(reason)) => {
+                tracing::info!(name, reason, "an annotation is passed over")
+            }
             None => tracing::warn!(name, "an annotation is passed over: it is not known"),
             Some(Refused(reason)) => {
                 return Err(Error::Invalid(format!(
@@ -108,9 +113,10 @@ pub fn app_snapshot(spec: &Value) -> Result<Option<String>> {
     let annotations = &spec["annotations"];
     let has = |name: &str| !annotations[name].is_null();
     let (restore, create) = (has("cube.appsnapshot.restore"), has("cube.appsnapshot.create"));
-    for (other, there) in
-        [("cube.appsnapshot.create", create), ("cube.snapshot.disable", has("cube.snapshot.disable"))]
-    {
+    for (other, there) in [
+        ("cube.appsnapshot.create", create),
+        ("cube.snapshot.disable", has("cube.snapshot.disable")),
+    ] {
         if restore && there {
             return Err(Error::Invalid(format!(
                 "the annotations cube.appsnapshot.restore and {other} contradict each other; leave \

@@ -285,11 +285,8 @@ impl Sandbox {
             None => Network::default(),
         };
         origin.check_cards(&network)?;
-        let copy = Copy {
-            hostname: hostname(&spec, &container.id),
-            container: container.inside.clone(),
-            started: origin.saved.started,
-        };
+        let copy =
+            Copy { hostname: hostname(&spec, &container.id), container: container.inside.clone() };
         let snapshot = origin.folder.join(VM);
         let vmm = Vmm::copy(&self.config, &self.place, &snapshot, &network, &copy.hostname)?;
         self.write_down(Some(vmm.identity))?;

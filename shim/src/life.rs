@@ -192,7 +192,8 @@ mod tests {
         // All paths of six steps.
         let mut seen = vec![Told::Unborn];
         for _ in 0..6 {
-            let next = seen.iter().flat_map(|phase| all.iter().filter_map(|step| phase.after(step)));
+            let next =
+                seen.iter().flat_map(|phase| all.iter().filter_map(|step| phase.after(step)));
             let next: Vec<Told> = next.collect();
             assert!(next.iter().all(|phase| !matches!(phase, Told::Unborn | Told::Over)));
             seen = next;

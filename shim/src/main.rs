@@ -127,9 +127,9 @@ fn run(flags: &Flags, args: &[String]) -> Result<()> {
             Err(Error::Invalid("this program is started by containerd; see --help".to_owned()))
         }
         "" => serve::serve(flags),
-        other => {
-            Err(Error::Invalid(format!("no such action: {other:?}; expected start, delete or checkpoint")))
-        }
+        other => Err(Error::Invalid(format!(
+            "no such action: {other:?}; expected start, delete or checkpoint"
+        ))),
     }
 }
 

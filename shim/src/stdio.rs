@@ -159,10 +159,12 @@ impl Ends {
     /// Those for a process that has other streams than the client wants: what it has must be read, and
     /// what it has not cannot be.
     pub fn like(self, saved: &Saved) -> Self {
-        let like = |stream, sink: Option<Sink>| {
-            saved.has(stream).then(|| sink.unwrap_or(Sink::Nowhere))
-        };
-        Self { stdout: like(Stream::Stdout, self.stdout), stderr: like(Stream::Stderr, self.stderr) }
+        let like =
+            |stream, sink: Option<Sink>| saved.has(stream).then(|| sink.unwrap_or(Sink::Nowhere));
+        Self {
+            stdout: like(Stream::Stdout, self.stdout),
+            stderr: like(Stream::Stderr, self.stderr),
+        }
     }
 }
 

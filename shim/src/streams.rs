@@ -24,6 +24,8 @@ use crate::error::{Error, Result, io as failed};
 use crate::guest::Guest;
 use crate::stdio::{self, Ends, Sink, Stdio};
 
+/// How many bytes are moved at once.
+const CHUNK: usize = 16 << 10;
 /// How many bytes of output may wait for the client.
 const ROOM: usize = 64 << 10;
 /// How many may while the guest is let go of: what is on the way then has to be somewhere.
@@ -78,6 +80,14 @@ impl Steered {
         *self.holding.borrow()
     }
 
+    async fn news(&mut self, connected: bool) -> News {
+        if connected {
+            let changed = self.holding.changed().await;
+            return if changed.is_ok() { News::Changed } else { News::Over };
+        }
+        self.next().await.map_or(News::Over, News::Connection)
+    }
+
     /// The next connection; `None` if there will be none.
     async fn next(&mut self) -> Option<UnixStream> {
         loop {
@@ -96,6 +106,15 @@ impl Steered {
             }
         }
     }
+}
+
+/// What the task that passes bytes on is told.
+enum News {
+    Connection(UnixStream),
+    /// Whether the end of a connection is that of the stream.
+    Changed,
+    /// There will be no other connection.
+    Over,
 }
 
 impl Line {
@@ -131,8 +150,8 @@ impl Line {
     async fn connect(&self, guest: &Guest, process: ProcessId) -> Result<()> {
         let mut at = self.at.clone();
         // After a failure it may still be about to be let go of.
-        let ready = timeout(LETTING_GO, at.wait_for(|at| *at != At::Connected)).await;
-        if ready.is_err() || *self.at.borrow() == At::Ended {
+        let ready = timeout(LETTING_GO, at.wait_for(|at| *at != At::Connected)).await.is_ok();
+        if !ready || *self.at.borrow() == At::Ended {
             return Ok(());
         }
         match guest.attach(process, self.stream).await {
@@ -280,9 +299,9 @@ impl Streams {
 }
 
 /// Reads what there is, never if there is nothing to read from.
-async fn read(from: &mut Option<UnixStream>, to: &mut Vec<u8>) -> io::Result<usize> {
+async fn read(from: &mut Option<UnixStream>, to: &mut [u8]) -> io::Result<usize> {
     match from {
-        Some(from) => from.read_buf(to).await,
+        Some(from) => from.read(to).await,
         None => std::future::pending().await,
     }
 }
@@ -290,29 +309,27 @@ async fn read(from: &mut Option<UnixStream>, to: &mut Vec<u8>) -> io::Result<usi
 /// From the guest to the client, until the guest ends the stream.
 async fn pass_on(mut sink: Sink, from: UnixStream, mut steered: Steered) -> io::Result<()> {
     let mut from = Some(from);
-    let mut waiting = Vec::with_capacity(ROOM);
+    let (mut buffer, mut waiting) = (vec![0; CHUNK], Vec::with_capacity(ROOM));
     loop {
         let room = if steered.holds() { HELD } else { ROOM };
+        let connected = from.is_some();
         tokio::select! {
-            read = read(&mut from, &mut waiting), if waiting.len() < room => {
+            read = read(&mut from, &mut buffer), if waiting.len() < room => match read {
+                Ok(read @ 1..) => waiting.extend_from_slice(&buffer[..read]),
                 // A connection that breaks has ended: the VM is gone.
-                if !matches!(read, Ok(1..)) {
+                _ => {
                     from = None;
                     if !steered.holds() {
                         break;
                     }
                     steered.at.send_replace(At::Between);
                 }
-            }
-            next = steered.next(), if from.is_none() => match next {
-                Some(connection) => from = Some(connection),
-                None => break,
             },
-            changed = steered.holding.changed(), if from.is_some() => {
-                if changed.is_err() {
-                    break;
-                }
-            }
+            news = steered.news(connected) => match news {
+                News::Connection(connection) => from = Some(connection),
+                News::Changed => {}
+                News::Over => break,
+            },
             written = sink.write(&waiting), if !waiting.is_empty() => {
                 waiting.drain(..written?);
             }
@@ -328,7 +345,7 @@ async fn pass_on(mut sink: Sink, from: UnixStream, mut steered: Steered) -> io::
 /// From the client to the guest, until either ends it.
 async fn feed(mut from: pipe::Receiver, to: UnixStream, mut steered: Steered) {
     let mut to = Some(to);
-    let mut waiting = Vec::with_capacity(ROOM);
+    let (mut buffer, mut waiting) = (vec![0; CHUNK], Vec::with_capacity(CHUNK));
     let mut ended = false;
     loop {
         let holds = steered.holds();
@@ -344,22 +361,21 @@ async fn feed(mut from: pipe::Receiver, to: UnixStream, mut steered: Steered) {
             continue;
         }
         tokio::select! {
-            read = from.read_buf(&mut waiting), if connected && waiting.is_empty() && !ended => {
-                ended = !matches!(read, Ok(1..));
+            read = from.read(&mut buffer), if connected && waiting.is_empty() && !ended => {
+                match read {
+                    Ok(read @ 1..) => waiting.extend_from_slice(&buffer[..read]),
+                    _ => ended = true,
+                }
             }
             written = write(&mut to, &waiting), if connected && !waiting.is_empty() => match written {
                 Ok(written) => drop(waiting.drain(..written)),
                 // A process that reads no more closes the connection: nothing to report.
                 Err(_) => waiting.clear(),
             },
-            changed = steered.holding.changed(), if connected => {
-                if changed.is_err() {
-                    return;
-                }
-            }
-            next = steered.next(), if !connected => match next {
-                Some(connection) => to = Some(connection),
-                None => return,
+            news = steered.news(connected) => match news {
+                News::Connection(connection) => to = Some(connection),
+                News::Changed => {}
+                News::Over => return,
             },
         }
     }

@@ -25,8 +25,6 @@ pub struct Copy {
     pub hostname: String,
     /// Its container, by its name in the guest.
     pub container: String,
-    /// Whether that runs.
-    pub started: bool,
 }
 
 /// A VM whose guest is ready.

@@ -112,12 +112,7 @@ impl Vmm {
         let output = File::options().create(true).append(true).open(&log);
         let output = output.map_err(io(format!("open {}", log.display())))?;
         let errors = output.try_clone().map_err(io("share the VMM's log"))?;
-        command
-            .arg("--api-socket")
-            .arg(&api)
-            .stdin(Stdio::null())
-            .stdout(output)
-            .stderr(errors);
+        command.arg("--api-socket").arg(&api).stdin(Stdio::null()).stdout(output).stderr(errors);
         // SAFETY: the child calls nothing but prctl and unshare, which take numbers.
         unsafe { command.pre_exec(alone) };
         let child = command.spawn().map_err(|error| {

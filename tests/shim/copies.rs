@@ -96,7 +96,9 @@ fn copies_of_a_sandbox_go_on_as_machines_of_their_own() {
     let own = ["--with-ns", &namespace, "--log-uri", &uri, "--env", "WHO=origin"];
     let words: Vec<&str> = ready.into_iter().chain(own).collect();
     assert_eq!(detach(&containerd, "origin", &words, script), "");
-    eventually("it counts", || out.join("origin").exists() && numbers(&out.join("origin")).len() > 3);
+    eventually("it counts", || {
+        out.join("origin").exists() && numbers(&out.join("origin")).len() > 3
+    });
     let folder = checkpoint(&containerd, "origin");
     counts(&out.join("origin"));
     let from = format!("cube.restore.from={}", folder.display());
@@ -164,7 +166,9 @@ fn containerd_s_own_checkpoint_is_gone_on_from() {
     eventually("it counts", || log.exists());
     counts(log);
     let name = "localhost/cube-test/checkpoint:1";
-    containerd.ctr(["containers", "checkpoint", "--rw", "--image", "--task", "first", name]).output(0);
+    containerd
+        .ctr(["containers", "checkpoint", "--rw", "--image", "--task", "first", name])
+        .output(0);
     containerd.remove("first");
     let ended = numbers(log).len();
     containerd.ctr(["containers", "restore", "--rw", "--live", "second", name]).output(0);

@@ -188,7 +188,8 @@ fn a_pod_of_two_sleeps_and_one_of_them_dies_meanwhile() {
     let data = containerd.folder("data");
     let mount = format!("type=bind,src={},dst=/data,options=rbind:rw", data.display());
     let more = ["--annotation", "io.kubernetes.cri.sandbox-id=one", "--mount", &mount];
-    let script = |name: &str| format!("n=0; while sleep 0.1; do echo $((n+=1)) >> /data/{name}; done");
+    let script =
+        |name: &str| format!("n=0; while sleep 0.1; do echo $((n+=1)) >> /data/{name}; done");
     for name in ["one", "two"] {
         detach(&containerd, name, &more, &script(name));
         eventually("it counts", || data.join(name).exists());

@@ -71,7 +71,9 @@ pub enum RestoreError {
     Tag { was: String },
     #[error("its setting {0}; a guest that knows the share keeps its settings")]
     Setting(String),
-    #[error("{path:?} is a different directory than the one that was saved; use the policy remap, or copy if it is a copy")]
+    #[error(
+        "{path:?} is a different directory than the one that was saved; use the policy remap, or copy if it is a copy"
+    )]
     OtherDirectory { path: String },
     #[error("its mount is not answered as it was; the release of the file server differs too much")]
     Init,
@@ -125,7 +127,9 @@ impl<F: Core> Tracked<F> {
                 leave_cold(&mut inside, &mount.nodes);
                 Vec::new()
             }
-            Policy::Strict | Policy::Tolerant | Policy::Copy => self.find_all(&mut inside, &mount.nodes)?,
+            Policy::Strict | Policy::Tolerant | Policy::Copy => {
+                self.find_all(&mut inside, &mount.nodes)?
+            }
         };
         if policy != Policy::Remap {
             self.remake_orphans(&mut inside, &mount.orphans, &mut report)?;

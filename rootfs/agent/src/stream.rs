@@ -4,8 +4,8 @@ use crate::process::{Process, Taken, Waiting};
 use crate::terminal;
 use crate::watch::{self, CLOSED, Events, GONE, READABLE, WRITABLE};
 use guest_protocol::Stream;
-use nix::sys::signal::Signal;
 use nix::sys::eventfd::EventFd;
+use nix::sys::signal::Signal;
 use std::fs::File;
 use std::io::{self, Read, Write};
 use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
@@ -44,7 +44,8 @@ pub fn run(process: &Process, stream: Stream, taken: Taken, mut connection: Unix
     let Taken { end: Waiting { fd, rest }, let_go } = taken;
     let mut file = File::from(fd);
     if stream == Stream::Stdin {
-        let lost = |_| if process.keep_streams { Input::Detached(Vec::new()) } else { Input::Ended };
+        let lost =
+            |_| if process.keep_streams { Input::Detached(Vec::new()) } else { Input::Ended };
         let done = input(process, &mut file, &mut connection, &let_go, rest).unwrap_or_else(lost);
         let back = match done {
             Input::Ended => None,
