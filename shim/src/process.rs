@@ -141,10 +141,10 @@ impl Process {
         }
     }
 
-    /// Connects its streams with the guest that goes on.
-    pub async fn attach(&self, guest: &Guest) -> Result<()> {
+    /// Connects its streams with the guest that goes on; `new` if in another VM.
+    pub async fn attach(&self, guest: &Guest, new: bool) -> Result<()> {
         match self.connected() {
-            Some((keeper, streams)) => streams.attach(guest, keeper).await,
+            Some((keeper, streams)) => streams.attach(guest, keeper, new).await,
             None => Ok(()),
         }
     }

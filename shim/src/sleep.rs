@@ -198,7 +198,7 @@ impl Sandbox {
     /// Connects them again, with the same guest.
     pub async fn take_up(&self, vm: &Vm) {
         for process in self.processes() {
-            if let Err(error) = process.attach(&vm.guest).await {
+            if let Err(error) = process.attach(&vm.guest, false).await {
                 tracing::error!(%error, process = %process.name, "streams are lost");
             }
             process.settle();
@@ -246,7 +246,7 @@ impl Sandbox {
         let (network, wishes) = (bed.network.clone(), self.wishes());
         let vm = Vm::go_on(vmm, &self.config, &self.place, network, &wishes).await?;
         for process in self.processes() {
-            if let Err(error) = process.attach(&vm.guest).await {
+            if let Err(error) = process.attach(&vm.guest, true).await {
                 vm.vmm.kill().await;
                 return Err(error);
             }

@@ -51,21 +51,22 @@ struct Line {
     connections: Mutex<Option<mpsc::UnboundedSender<UnixStream>>>,
     /// The end of a connection is not that of the stream.
     holding: watch::Sender<bool>,
-    at: watch::Receiver<At>,
+    at: Arc<watch::Sender<At>>,
 }
 
 /// Its other end, of the task that passes bytes on.
 struct Steered {
     connections: mpsc::UnboundedReceiver<UnixStream>,
     holding: watch::Receiver<bool>,
-    at: watch::Sender<At>,
+    at: Arc<watch::Sender<At>>,
 }
 
 fn line(stream: Stream) -> (Line, Steered) {
     let (sender, connections) = mpsc::unbounded_channel();
     let (hold, holding) = watch::channel(false);
-    let (at, seen) = watch::channel(At::Connected);
-    let line = Line { stream, connections: Mutex::new(Some(sender)), holding: hold, at: seen };
+    let at = Arc::new(watch::Sender::new(At::Connected));
+    let connections_to = Mutex::new(Some(sender));
+    let line = Line { stream, connections: connections_to, holding: hold, at: at.clone() };
     (line, Steered { connections, holding, at })
 }
 
@@ -80,36 +81,32 @@ impl Steered {
         *self.holding.borrow()
     }
 
+    /// Waits for what changes; `connected` is whether there is a connection.
     async fn news(&mut self, connected: bool) -> News {
-        if connected {
-            let changed = self.holding.changed().await;
-            return if changed.is_ok() { News::Changed } else { News::Over };
-        }
-        self.next().await.map_or(News::Over, News::Connection)
-    }
-
-    /// The next connection; `None` if there will be none.
-    async fn next(&mut self) -> Option<UnixStream> {
-        loop {
+        let news = if !connected && !self.holds() {
+            self.connections.try_recv().ok().map_or(News::Over, News::Connection)
+        } else {
             tokio::select! {
                 biased;
                 connection = self.connections.recv() => {
-                    self.at.send_replace(At::Connected);
-                    return connection;
+                    connection.map_or(News::Over, News::Connection)
                 }
-                changed = self.holding.changed() => {
-                    let over = changed.is_err() || !self.holds();
-                    if over {
-                        return self.connections.try_recv().ok();
-                    }
+                changed = self.holding.changed() => match changed {
+                    Ok(()) => News::Changed,
+                    Err(_) => News::Over,
                 }
             }
+        };
+        if matches!(news, News::Connection(_)) {
+            self.at.send_replace(At::Connected);
         }
+        news
     }
 }
 
 /// What the task that passes bytes on is told.
 enum News {
+    /// This one counts from now on.
     Connection(UnixStream),
     /// Whether the end of a connection is that of the stream.
     Changed,
@@ -138,7 +135,7 @@ impl Line {
         }
         // Input only now: its end would be taken for the stream's before.
         self.holding.send_replace(true);
-        let mut at = self.at.clone();
+        let mut at = self.at.subscribe();
         let gone = timeout(LETTING_GO, at.wait_for(|at| *at != At::Connected)).await;
         gone.map(drop).map_err(|_| {
             let seconds = LETTING_GO.as_secs();
@@ -146,16 +143,23 @@ impl Line {
         })
     }
 
-    /// Connects it again, without taking the end of this connection for its own yet.
-    async fn connect(&self, guest: &Guest, process: ProcessId) -> Result<()> {
-        let mut at = self.at.clone();
-        // After a failure it may still be about to be let go of.
-        let ready = timeout(LETTING_GO, at.wait_for(|at| *at != At::Connected)).await.is_ok();
-        if !ready || *self.at.borrow() == At::Ended {
+    /// Connects it again, without taking the end of this connection for its own yet. A guest that is
+    /// the same as before, not a `new` one, has to let go of it first.
+    async fn connect(&self, guest: &Guest, process: ProcessId, new: bool) -> Result<()> {
+        let mut at = self.at.subscribe();
+        let let_go = timeout(LETTING_GO, at.wait_for(|at| new || *at != At::Connected));
+        if let_go.await.is_err() || *self.at.borrow() == At::Ended {
             return Ok(());
         }
         match guest.attach(process, self.stream).await {
             Ok(connection) => {
+                self.at.send_if_modified(|at| {
+                    let waits = *at == At::Between;
+                    if waits {
+                        *at = At::Connected;
+                    }
+                    waits
+                });
                 if let Some(sender) = &*self.sender() {
                     let _ = sender.send(connection);
                 }
@@ -272,9 +276,9 @@ impl Streams {
 
     /// Connects them again, with the guest that goes on. As long as it is not settled that it does,
     /// the ends of these connections mean nothing.
-    pub async fn attach(&self, guest: &Guest, process: ProcessId) -> Result<()> {
+    pub async fn attach(&self, guest: &Guest, process: ProcessId, new: bool) -> Result<()> {
         for line in self.lines().iter().filter(|line| *line.holding.borrow()) {
-            line.connect(guest, process).await?;
+            line.connect(guest, process, new).await?;
         }
         Ok(())
     }
@@ -319,10 +323,9 @@ async fn pass_on(mut sink: Sink, from: UnixStream, mut steered: Steered) -> io::
                 // A connection that breaks has ended: the VM is gone.
                 _ => {
                     from = None;
-                    if !steered.holds() {
-                        break;
+                    if steered.holds() {
+                        steered.at.send_replace(At::Between);
                     }
-                    steered.at.send_replace(At::Between);
                 }
             },
             news = steered.news(connected) => match news {
@@ -346,22 +349,24 @@ async fn pass_on(mut sink: Sink, from: UnixStream, mut steered: Steered) -> io::
 async fn feed(mut from: pipe::Receiver, to: UnixStream, mut steered: Steered) {
     let mut to = Some(to);
     let (mut buffer, mut waiting) = (vec![0; CHUNK], Vec::with_capacity(CHUNK));
-    let mut ended = false;
+    // That the client's input has ended; that this connection shall, and the input goes on.
+    let (mut ended, mut let_go) = (false, false);
     loop {
         let holds = steered.holds();
-        let connected = to.is_some();
-        if connected && waiting.is_empty() && (ended || holds) {
-            if let Some(connection) = to.take() {
-                finish(connection).await;
+        if waiting.is_empty()
+            && (let_go || (ended && !holds))
+            && let Some(connection) = to.take()
+        {
+            finish(connection).await;
+            if let_go {
+                steered.at.send_replace(At::Between);
             }
-            if !holds {
-                return;
-            }
-            steered.at.send_replace(At::Between);
-            continue;
         }
+        let connected = to.is_some();
+        // Nothing is given to a guest that may not be the one that goes on.
+        let reads = connected && waiting.is_empty() && !ended && !holds;
         tokio::select! {
-            read = from.read(&mut buffer), if connected && waiting.is_empty() && !ended => {
+            read = from.read(&mut buffer), if reads => {
                 match read {
                     Ok(read @ 1..) => waiting.extend_from_slice(&buffer[..read]),
                     _ => ended = true,
@@ -373,8 +378,11 @@ async fn feed(mut from: pipe::Receiver, to: UnixStream, mut steered: Steered) {
                 Err(_) => waiting.clear(),
             },
             news = steered.news(connected) => match news {
-                News::Connection(connection) => to = Some(connection),
-                News::Changed => {}
+                News::Connection(connection) => {
+                    to = Some(connection);
+                    let_go = false;
+                }
+                News::Changed => let_go = steered.holds(),
                 News::Over => return,
             },
         }
@@ -409,20 +417,18 @@ mod tests {
         guest.write_all(b"one ").await.unwrap();
         line.holding.send_replace(true);
         drop(guest);
-        line.at.clone().wait_for(|at| *at == At::Between).await.unwrap();
-        // One that fails, whose end means nothing, and one that stays.
-        for (words, settled) in [("two ", false), ("three", true)] {
-            let (mut guest, shim) = UnixStream::pair().unwrap();
-            line.sender().as_ref().unwrap().send(shim).unwrap();
-            guest.write_all(words.as_bytes()).await.unwrap();
-            line.holding.send_replace(!settled);
-            drop(guest);
-            if !settled {
-                line.at.clone().wait_for(|at| *at == At::Between).await.unwrap();
-            }
-        }
+        line.at.subscribe().wait_for(|at| *at == At::Between).await.unwrap();
+        // One that fails, whose end means nothing, and at once one that stays.
+        let (failed, shim) = UnixStream::pair().unwrap();
+        line.sender().as_ref().unwrap().send(shim).unwrap();
+        drop(failed);
+        let (mut guest, shim) = UnixStream::pair().unwrap();
+        line.sender().as_ref().unwrap().send(shim).unwrap();
+        guest.write_all(b"two").await.unwrap();
+        line.holding.send_replace(false);
+        drop(guest);
         passing.await.unwrap().unwrap();
-        assert_eq!(std::fs::read_to_string(path).unwrap(), "one two three");
+        assert_eq!(std::fs::read_to_string(path).unwrap(), "one two");
         assert_eq!(*line.at.borrow(), At::Ended);
     }
 
@@ -439,7 +445,7 @@ mod tests {
         let passing = tokio::spawn(pass_on(open(&dir.path().join("log")).await, shim, steered));
         line.holding.send_replace(true);
         drop(guest);
-        line.at.clone().wait_for(|at| *at == At::Between).await.unwrap();
+        line.at.subscribe().wait_for(|at| *at == At::Between).await.unwrap();
         line.sender().take();
         passing.await.unwrap().unwrap();
     }
@@ -460,9 +466,14 @@ mod tests {
         line.holding.send_replace(true);
         assert_eq!(guest.read(&mut bytes).await.unwrap(), 0, "the end of the connection");
         drop(guest);
-        line.at.clone().wait_for(|at| *at == At::Between).await.unwrap();
+        line.at.subscribe().wait_for(|at| *at == At::Between).await.unwrap();
         client.write_all(b"two").await.unwrap();
         drop(client);
+        // A guest that does not come to go on gets none of it.
+        let (failed, shim) = UnixStream::pair().unwrap();
+        line.sender().as_ref().unwrap().send(shim).unwrap();
+        line.at.subscribe().wait_for(|at| *at == At::Connected).await.unwrap();
+        drop(failed);
         let (mut guest, shim) = UnixStream::pair().unwrap();
         line.sender().as_ref().unwrap().send(shim).unwrap();
         line.holding.send_replace(false);
