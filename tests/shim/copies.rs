@@ -1,13 +1,12 @@
 //! Checkpoints, and the sandboxes that go on from them, each as a machine of its own.
 
 use std::collections::BTreeSet;
-use std::fs;
 use std::io::Read;
 use std::net::TcpStream;
-use std::path::{Path, PathBuf};
+use std::path::PathBuf;
 use std::process::Command;
 
-use harness::artifacts::{Artifact, text};
+use harness::artifacts::Artifact;
 use harness::containerd::{CUBE, Containerd};
 use harness::{eventually, image, oci_image};
 use libtest_mimic::Trial;
@@ -15,11 +14,7 @@ use libtest_mimic::Trial;
 use crate::sleep::{assert_counts_from, counts, numbers};
 
 pub fn trials() -> Vec<Trial> {
-    harness::trials![
-        copies_of_a_sandbox_go_on_as_machines_of_their_own,
-        what_cannot_be_gone_on_from_is_refused,
-        containerd_s_own_checkpoint_is_gone_on_from,
-    ]
+    harness::trials![copies_of_a_sandbox_go_on_as_machines_of_their_own,]
 }
 
 /// How many copies there are.
@@ -130,52 +125,4 @@ fn copies_of_a_sandbox_go_on_as_machines_of_their_own() {
     }
     containerd.remove("origin");
     assert_eq!(assert_counts_from(&out.join("origin")), 1);
-}
-
-fn what_cannot_be_gone_on_from_is_refused() {
-    let containerd = Containerd::start();
-    let none = ["--annotation", "cube.restore.from=/nonexistent"];
-    let said = detach(&containerd, "none", &none, "true");
-    assert!(said.contains("names /nonexistent: No such file"), "{said}");
-    containerd.ctr(["containers", "rm", "none"]);
-    assert_eq!(detach(&containerd, "origin", &[], "sleep 1000"), "");
-    let folder = checkpoint(&containerd, "origin");
-    containerd.remove("origin");
-    let from = format!("cube.restore.from={}", folder.display());
-    let data = format!("type=bind,src={},dst=/data,options=rbind:rw", text(&folder));
-    let said = detach(&containerd, "more", &["--annotation", &from, "--mount", &data], "true");
-    assert!(said.contains("volumes at [\"/data\"], and in the checkpoint at []"), "{said}");
-    containerd.ctr(["containers", "rm", "more"]);
-    let memory = folder.join("vm/memory");
-    fs::rename(&memory, folder.join("away")).unwrap();
-    let said = detach(&containerd, "half", &["--annotation", &from], "true");
-    assert!(said.contains("memory"), "{said}");
-    containerd.ctr(["containers", "rm", "half"]);
-    fs::rename(folder.join("away"), &memory).unwrap();
-    assert_eq!(detach(&containerd, "whole", &["--annotation", &from], "true"), "");
-    containerd.remove("whole");
-}
-
-fn containerd_s_own_checkpoint_is_gone_on_from() {
-    let containerd = Containerd::start();
-    let data = containerd.folder("data");
-    let mount = format!("type=bind,src={},dst=/data,options=rbind:rw", data.display());
-    let script = "echo kept > /kept; n=0; while sleep 0.1; do echo $((n+=1)) >> /data/log; done";
-    assert_eq!(detach(&containerd, "first", &["--mount", &mount], script), "");
-    let log: &Path = &data.join("log");
-    eventually("it counts", || log.exists());
-    counts(log);
-    let name = "localhost/cube-test/checkpoint:1";
-    containerd
-        .ctr(["containers", "checkpoint", "--rw", "--image", "--task", "first", name])
-        .output(0);
-    containerd.remove("first");
-    let ended = numbers(log).len();
-    containerd.ctr(["containers", "restore", "--rw", "--live", "second", name]).output(0);
-    eventually("it goes on", || numbers(log).len() > ended);
-    // Where it was by then, not where it was when it was killed.
-    let all = numbers(log);
-    assert!(all[ended] > 1 && all[ended] <= all[ended - 1] + 1, "{all:?}");
-    assert_eq!(containerd.exec("second", "look", &["cat", "/kept"]).output(0), "kept\n");
-    containerd.remove("second");
 }
