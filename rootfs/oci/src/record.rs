@@ -220,16 +220,20 @@ impl Record {
         self.path(name).exists()
     }
 
-    /// Removes all of it.
+    /// Removes all of it, at once for those who look: of half a record nobody could tell what it
+    /// is.
     ///
     /// # Errors
     /// [`Error::File`].
     pub fn remove(&self) -> Result<(), Error> {
-        match fs::remove_dir_all(&self.dir) {
-            Err(error) if error.kind() != ErrorKind::NotFound => {
-                Err(Error::file("remove", &self.dir)(error))
-            }
-            _ => Ok(()),
+        let parent = self.dir.parent().unwrap_or(&self.dir);
+        // No id has a comma in it, and no two processes have one pid.
+        let doomed = parent.join(format!(",{}-gone", std::process::id()));
+        remove_all(&doomed)?;
+        match fs::rename(&self.dir, &doomed) {
+            Err(error) if error.kind() == ErrorKind::NotFound => Ok(()),
+            Err(error) => Err(Error::file("remove", &self.dir)(error)),
+            Ok(()) => remove_all(&doomed),
         }
     }
 
@@ -243,6 +247,15 @@ impl Record {
     pub fn processes(&self) -> Vec<Id> {
         let entries = fs::read_dir(self.path("exec")).into_iter().flatten().flatten();
         entries.filter_map(|entry| Id::new(entry.file_name().to_str()?).ok()).collect()
+    }
+}
+
+fn remove_all(folder: &Path) -> Result<(), Error> {
+    match fs::remove_dir_all(folder) {
+        Err(error) if error.kind() != ErrorKind::NotFound => {
+            Err(Error::file("remove", folder)(error))
+        }
+        _ => Ok(()),
     }
 }
 
@@ -276,6 +289,9 @@ pub fn wait_for<T>(limit: Duration, mut ask: impl FnMut() -> Option<T>) -> Optio
 #[cfg(test)]
 mod tests {
     use super::*;
+    use std::os::fd::AsRawFd;
+    use std::os::unix::fs::MetadataExt;
+    use std::sync::atomic::{AtomicBool, Ordering};
 
     #[test]
     fn ids_are_file_names() {
@@ -299,6 +315,42 @@ mod tests {
         let me = ProcessName::of(std::process::id().cast_signed()).unwrap();
         assert!(me.is_alive());
         assert!(!ProcessName { start: me.start + 1, ..me }.is_alive());
+    }
+
+    #[test]
+    fn a_record_that_is_removed_and_made_anew_is_never_half_there() {
+        let dir = tempfile::tempdir().unwrap();
+        let path = dir.path().join("c");
+        let done = AtomicBool::new(false);
+        let halves = std::thread::scope(|scope| {
+            let looks = scope.spawn(|| {
+                let record = Record::at(&path);
+                let mut halves = 0;
+                while !done.load(Ordering::Relaxed) {
+                    // A folder that is open stays the one that it was, whatever has its name now.
+                    let Ok(folder) = fs::File::open(&path) else { continue };
+                    let held = format!("/proc/self/fd/{}", folder.as_raw_fd());
+                    let keeper = Path::new(&held).join("keeper.json").exists();
+                    let named = fs::metadata(&path).is_ok_and(|meta| {
+                        folder.metadata().is_ok_and(|held| held.ino() == meta.ino())
+                    });
+                    halves += u32::from(!keeper && named && record.exists());
+                }
+                halves
+            });
+            for _ in 0..300 {
+                let record = Record::at(&path);
+                record.create("c").unwrap();
+                for file in 0..8 {
+                    record.mark(&format!("file{file}")).unwrap();
+                }
+                record.remove().unwrap();
+            }
+            done.store(true, Ordering::Relaxed);
+            looks.join().unwrap()
+        });
+        assert_eq!(halves, 0);
+        assert_eq!(fs::read_dir(dir.path()).unwrap().count(), 0);
     }
 
     #[test]
