@@ -11,12 +11,15 @@ use std::process::ExitCode;
 mod battery;
 #[path = "shim/copies.rs"]
 mod copies;
+#[path = "shim/cuts.rs"]
+mod cuts;
 #[path = "shim/endings.rs"]
 mod endings;
 #[path = "shim/sleep.rs"]
 mod sleep;
 
 fn main() -> ExitCode {
-    let modules = [battery::trials(), endings::trials(), sleep::trials(), copies::trials()];
+    let modules =
+        [battery::trials(), endings::trials(), sleep::trials(), copies::trials(), cuts::trials()];
     harness::lab::run_here_or_in_lab(modules.into_iter().flatten().collect())
 }
