@@ -207,19 +207,41 @@ impl Sandbox {
         }
         let _quiet = self.quiet.write().await;
         let vm = self.vm()?;
-        let all = self.all();
-        if let Some(paused) = all.iter().find(|container| container.is_paused()) {
-            let id = &paused.id;
-            return Err(Error::State(format!("task {id} is paused; resume it for a checkpoint")));
-        }
-        let pod = self.pod(&vm);
-        vm.answers(&self.wishes()).await?;
-        std::fs::create_dir_all(folder).map_err(io(format!("make {}", folder.display())))?;
         if folder.join(POD).exists() {
             return Err(Error::Exists(format!("the checkpoint {}", folder.display())));
         }
-        let saved = self.save_running(&vm, folder.join(VM)).await;
-        saved.and_then(|()| record::write(&folder.join(POD), &pod))
+        std::fs::create_dir_all(folder).map_err(io(format!("make {}", folder.display())))?;
+        let frozen = self.frozen()?;
+        let Some(frozen) = frozen else { return self.write_running(&vm, folder).await };
+        // containerd pauses what it wants a checkpoint of. A guest that stands still lets go of
+        // nothing, so it goes on for the moment of it.
+        vm.vmm.ask(&Request::Resume {}).await?;
+        let written = self.write_running(&vm, folder).await;
+        if let Err(error) = vm.vmm.ask(&Request::Pause {}).await {
+            tracing::error!(%error, "it is no longer paused after its checkpoint");
+            frozen.set_paused(false);
+        }
+        written
+    }
+
+    /// The container that is paused with its VM.
+    fn frozen(&self) -> Result<Option<Arc<Container>>> {
+        let all = self.all();
+        let Some(frozen) = all.iter().find(|container| container.is_paused()) else {
+            return Ok(None);
+        };
+        if all.len() == 1 {
+            return Ok(Some(frozen.clone()));
+        }
+        let id = &frozen.id;
+        Err(Error::State(format!("task {id} of a pod is paused; resume it for a checkpoint")))
+    }
+
+    async fn write_running(&self, vm: &Vm, folder: &Path) -> Result<()> {
+        let pod = self.pod(vm);
+        vm.answers(&self.wishes()).await?;
+        self.save_running(vm, folder.join(VM)).await?;
+        record::write(&folder.join(POD), &pod)
     }
 
     fn pod(&self, vm: &Vm) -> Pod {
