@@ -13,6 +13,7 @@ use crate::api::{
     BalloonInfo, ErrorKind, Info, MetricsFormat, Reply, Request, SnapshotReport, SnapshotRequest,
     StopHow,
 };
+use crate::cold_code;
 use crate::command::guest_command::with_causes;
 use crate::event::{Call, Event, Events};
 use crate::identity::Identity;
@@ -153,6 +154,7 @@ impl Control {
                 Some(Event::NotReady(reason)) => return Happening::NotReady(reason),
                 Some(Event::Ready(hello)) => {
                     if self.hello.replace(hello).is_none() {
+                        cold_code::let_go();
                         return Happening::Ready;
                     }
                 }

@@ -9,6 +9,7 @@ pub mod api_socket;
 pub mod boot;
 pub mod builder;
 pub mod cards;
+pub mod cold_code;
 pub mod command;
 pub mod config;
 pub mod console;
