@@ -8,8 +8,9 @@
 //! | `life`, `sleep`, `checkpoint` | where the VM is in its life; pauses; copies |
 //! | `annotations`, `wishes` | what pods ask for |
 //! | `vm`, `vmm`, `guest`, `oci` | the VM; its VMM; the agent in it; containers in it |
-//! | `spec`, `sizing`, `rootfs`, `stdio`, `streams` | a container's spec, size, files and streams |
-//! | `network` | a pod's interfaces, for the guest |
+//! | `spec`, `sizing`, `rootfs`, `mount_points` | a container's spec, size and files |
+//! | `stdio`, `streams` | its streams |
+//! | `network`, `oom` | a pod's interfaces, for the guest; who goes first when memory runs out |
 //! | `events`, `logs`, `record`, `place` | what is told, and written down, and where |
 //! | `config`, `clock`, `error` | the operator's settings; times; refusals |
 
@@ -27,8 +28,10 @@ mod guest;
 mod life;
 mod lifecycle;
 mod logs;
+mod mount_points;
 mod network;
 mod oci;
+mod oom;
 mod place;
 mod process;
 mod record;

@@ -17,6 +17,11 @@ const PATIENCE: Duration = Duration::from_secs(10);
 /// How long a container may take to be made, in seconds.
 const CREATE: u64 = 30;
 
+/// What `cube-oci start` exits with if the program cannot be executed, as a shell does.
+const NOT_EXECUTABLE: u8 = 126;
+/// The same if there is none.
+const NO_PROGRAM: u8 = 127;
+
 /// What the guest tells of a container.
 #[derive(Clone, Debug, Deserialize)]
 pub struct State {
@@ -80,6 +85,7 @@ async fn run<'a>(guest: &Guest, words: impl IntoIterator<Item = &'a str>) -> Res
         ExitStatus::Code(0) => Ok(stdout),
         ExitStatus::Code(2) => Err(Error::Invalid(message)),
         ExitStatus::Code(3) => Err(Error::NotFound(message)),
+        ExitStatus::Code(NOT_EXECUTABLE | NO_PROGRAM) => Err(Error::Program(message)),
         _ => Err(Error::State(message)),
     }
 }

@@ -11,8 +11,8 @@ use serde_json::Value;
 
 use crate::error::{Error, Result, io};
 use crate::place::Place;
-use crate::record;
 use crate::spec::{Adapted, Volume};
+use crate::{mount_points, record};
 
 /// A container's root, in containerd's words.
 #[derive(Clone, Debug)]
@@ -42,6 +42,9 @@ fn try_lay_out(container: &Path, root: &Root<'_>, adapted: &Adapted) -> Result<(
     }
     for mount in root.mounts {
         mount_one(mount, &rootfs)?;
+    }
+    if adapted.read_only_root {
+        mount_points::make(&rootfs, adapted)?;
     }
     restrict(&rootfs, adapted.read_only_root)?;
     for volume in &adapted.volumes {

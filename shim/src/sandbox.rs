@@ -284,7 +284,8 @@ impl Sandbox {
 
     /// Says so, if the container was killed for want of memory, before its end is told.
     async fn report_memory(&self, container: &Container, status: u32) {
-        let (KILLED, Ok(vm)) = (status, self.vm()) else { return };
+        // Not necessarily its first process: a shell goes on, and ends with a code of its own.
+        let Some(vm) = self.vm().ok().filter(|_| status != 0) else { return };
         if let Ok(state) = oci::state(&vm.guest, &container.inside).await
             && state.oom_killed
         {

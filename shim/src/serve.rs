@@ -18,7 +18,7 @@ use crate::events::Events;
 use crate::place::Place;
 use crate::sandbox::Sandbox;
 use crate::start::LISTENER;
-use crate::{logs, task};
+use crate::{logs, oom, task};
 
 /// How long containerd may take to take the last events.
 const LAST_EVENTS: Duration = Duration::from_secs(5);
@@ -33,6 +33,7 @@ pub fn serve(flags: &Flags) -> Result<()> {
     // SAFETY: no handler of ours is installed, the signal is only ignored.
     unsafe { signal(Signal::SIGPIPE, SigHandler::SigIgn) }.map_err(io("ignore SIGPIPE"))?;
     logs::install(Path::new("log"), flags.debug);
+    oom::volunteer(std::process::id());
     let listener = listener()?;
     let runtime = tokio::runtime::Builder::new_multi_thread()
         .worker_threads(2)

@@ -104,12 +104,7 @@ fn spawn(start: &Start, sandbox: &str, bundle: &Path, listener: &UnixListener) -
     let fd = listener.as_raw_fd();
     // SAFETY: the child calls dup2 and setsid, which take numbers.
     unsafe { command.pre_exec(move || become_daemon(fd)) };
-    let child = command.spawn().map_err(io("start the shim"))?;
-    if let Err(error) = containerd_shim::cgroup::adjust_oom_score(child.id()) {
-        // Not a reason to run nothing.
-        let _ = write(&bundle.join("oom"), error.to_string().as_bytes());
-    }
-    Ok(())
+    command.spawn().map(drop).map_err(io("start the shim"))
 }
 
 fn become_daemon(listener: i32) -> std::io::Result<()> {

@@ -18,6 +18,7 @@ use tokio::time::{Instant, sleep, timeout};
 use crate::config::Config;
 use crate::error::{Error, Result, io};
 use crate::network::{Card, Network};
+use crate::oom;
 use crate::place::Place;
 use crate::record::Identity;
 use crate::sizing::Size;
@@ -125,6 +126,7 @@ impl Vmm {
         let pid = child.id().unwrap_or_default();
         let identity = Identity::of(pid)
             .ok_or_else(|| Error::Unavailable(failure(&log, "the VMM has ended at once")))?;
+        oom::volunteer(pid);
         let (sender, ended) = watch::channel(None);
         tokio::spawn(watch_end(child, sender));
         Ok(Self { identity, api, log, ended })
