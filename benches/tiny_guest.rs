@@ -185,7 +185,7 @@ mod tests {
     fn the_jumps_of_a_guest_that_writes_stay_in_it() {
         let (quiet, busy) = (dirtying(4096, 0), dirtying(4096, 4096));
         // je to the comparison, and jmp to behind the first instruction.
-        assert_eq!(quiet[quiet.len() - 4..], [0x74, -8_i8 as u8, 0xeb, 4_u8.wrapping_sub(49)]);
+        assert_eq!(quiet[quiet.len() - 4..], [0x74, -8_i8 as u8, 0xeb, 4_u8.wrapping_sub(44)]);
         assert_eq!(busy.len() - quiet.len(), 21);
         assert_eq!(busy[busy.len() - 4..][..2], [0x74, -29_i8 as u8]);
     }
