@@ -48,13 +48,17 @@ impl Vm {
         network: Arc<Network>,
     ) -> Result<Self> {
         let vm = Self { vmm, guest: Guest::new(place.file("vsock.sock")), network };
-        match vm.prepare(config, &vm.network.script()).await {
-            Ok(()) => Ok(vm),
-            Err(error) => {
-                vm.vmm.kill().await;
-                Err(error)
-            }
+        let done = vm.prepare(config, &vm.network.script()).await;
+        vm.or_ended(done).await
+    }
+
+    /// The VM, or the reason why it cannot be used; then its VMM is ended.
+    async fn or_ended(self, done: Result<()>) -> Result<Self> {
+        if let Err(error) = done {
+            self.vmm.kill().await;
+            return Err(error);
         }
+        Ok(self)
     }
 
     /// Takes over a VMM that goes on with a snapshot, and waits until its agent has answered, and
@@ -72,13 +76,8 @@ impl Vm {
             vm.guest.call(&guest_protocol::Request::Ping).await?;
             vm.answers(wishes).await
         };
-        match answers.await {
-            Ok(()) => Ok(vm),
-            Err(error) => {
-                vm.vmm.kill().await;
-                Err(error)
-            }
-        }
+        let done = answers.await;
+        vm.or_ended(done).await
     }
 
     /// Takes over a VMM that goes on with a checkpoint, and makes its guest another machine. Ends it
@@ -98,13 +97,8 @@ impl Vm {
             vm.rename(copy).await?;
             vm.answers(wishes).await
         };
-        match becomes.await {
-            Ok(()) => Ok(vm),
-            Err(error) => {
-                vm.vmm.kill().await;
-                Err(error)
-            }
-        }
+        let done = becomes.await;
+        vm.or_ended(done).await
     }
 
     /// Gives the container its host name, which it may have apart from the guest's.
