@@ -203,6 +203,12 @@ fn pivot(root: &File) -> Result<(), JailError> {
 
 /// Gives up all privileges but [`CAPABILITIES`], and all system calls that are not needed.
 pub fn drop_privileges() -> Result<(), JailError> {
+    drop_capabilities()?;
+    Ok(filter::install()?)
+}
+
+/// The first half of [`drop_privileges`]: what is left holds without the filter, too.
+pub fn drop_capabilities() -> Result<(), JailError> {
     // SAFETY: takes numbers only.
     done(unsafe { libc::prctl(libc::PR_SET_NO_NEW_PRIVS, 1, 0, 0, 0) }.into())
         .map_err(call("PR_SET_NO_NEW_PRIVS"))?;
@@ -213,6 +219,5 @@ pub fn drop_privileges() -> Result<(), JailError> {
     let kept = capng::Type::PERMITTED | capng::Type::EFFECTIVE;
     capng::updatev(capng::Action::ADD, kept, CAPABILITIES.to_vec())
         .map_err(|_| JailError::Capabilities)?;
-    capng::apply(capng::Set::BOTH).map_err(|_| JailError::Capabilities)?;
-    Ok(filter::install()?)
+    capng::apply(capng::Set::BOTH).map_err(|_| JailError::Capabilities)
 }

@@ -134,6 +134,8 @@ pub enum FsError {
     Refused { tag: String, reason: String },
     #[error("share {tag:?}: its file server failed at {what}: {source}")]
     Server { tag: String, what: &'static str, source: vhost::Error },
+    #[error("share {tag:?}: its file server has ended at {what} ({end})")]
+    Ended { tag: String, what: &'static str, end: String },
     #[error("share {tag:?}: its file server did not get done with {what} within {PATIENCE:?}")]
     Silent { tag: String, what: &'static str },
     #[error("share {tag:?}: its file server has ended")]

@@ -173,12 +173,21 @@ impl Server {
         match this.in_time("starting", |this| this.greet(shadow)) {
             Ok(()) => Ok(this),
             // It may have said why, before it ended.
-            Err(error) => Err(this.reason().map_or(error, |reason| this.refused(reason))),
+            Err(error) => Err(match this.reason() {
+                Some(reason) => this.refused(reason),
+                None => this.ended("its start").unwrap_or(error),
+            }),
         }
     }
 
     fn refused(&self, reason: String) -> FsError {
         FsError::Refused { tag: self.tag.clone(), reason }
+    }
+
+    /// That it has ended, if it has.
+    fn ended(&mut self, what: &'static str) -> Option<FsError> {
+        let end = (!self.is_alive()).then(|| self.end())?;
+        Some(FsError::Ended { tag: self.tag.clone(), what, end })
     }
 
     fn failed(&self, what: &'static str) -> impl Fn(vhost::Error) -> FsError + use<> {
