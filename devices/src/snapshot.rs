@@ -20,6 +20,20 @@ pub struct Record {
     pub state: Value,
 }
 
+impl Record {
+    /// The record of that kind that is within this one, as that of a device is in its transport's.
+    pub fn within(&self, kind: &str) -> Option<Self> {
+        let mut waiting = vec![&self.state];
+        while let Some(value) = waiting.pop() {
+            match value.deserialized::<Self>() {
+                Ok(found) if found.kind == kind => return Some(found),
+                _ => waiting.extend(value.as_map().into_iter().flatten().map(|(_, value)| value)),
+            }
+        }
+        None
+    }
+}
+
 /// Why a thing could not be saved.
 #[derive(Debug, thiserror::Error)]
 pub enum SaveError {

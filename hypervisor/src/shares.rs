@@ -34,6 +34,12 @@ pub struct ShareInfo {
     /// What its file server says: how much the guest has open, and what a restore has come to. `None`
     /// if it does not answer.
     pub status: Option<serde_json::Value>,
+    /// How many of its file servers have ended unasked.
+    #[serde(default)]
+    pub server_losses: u64,
+    /// How many have gone on in the place of one of those.
+    #[serde(default)]
+    pub server_restarts: u64,
 }
 
 impl RunningShare {
@@ -41,7 +47,8 @@ impl RunningShare {
     pub fn info(&self) -> ShareInfo {
         let status = self.handle.status();
         let status = status.and_then(|text| serde_json::from_str(&text).ok());
-        ShareInfo { id: self.id.clone(), status }
+        let (server_losses, server_restarts) = self.handle.ends();
+        ShareInfo { id: self.id.clone(), status, server_losses, server_restarts }
     }
 }
 

@@ -105,9 +105,16 @@ fn b2_c1_d4_open_files_directories_and_mounts_survive_a_snapshot() {
     tell(&vm, "echo one >&3");
     save(&vm, &dir);
     drop(vm);
+    let told = store.call(["snapshot", "info"]).arguments([&dir]).end().output(0);
+    assert!(told.contains("work: \"work\" is /") && told.contains("1 without a name"), "{told}");
+    assert!(told.contains("open: \"cwd/log\""), "{told}");
     fs::write(work.join("new"), "new\n").unwrap();
     fs::rename(work.join("new"), work.join("replaced")).unwrap();
     let vm = restore(&dir, &[]);
+    let Reply::Shares { shares } = vm.request(&Request::Shares {}) else { panic!("no shares") };
+    let restored = &shares[0].status.as_ref().unwrap()["restored"];
+    assert_eq!(restored["orphans_restored"], 1, "{restored}");
+    assert_eq!(restored["stale"][0]["path"], "replaced", "{restored}");
     // The current directory, relative paths and the mount.
     assert_eq!(tell(&vm, "cat kept; pwd"), "kept\n/work/cwd");
     // A file that is open, one that is open and has no name, and one that another has replaced.
@@ -116,14 +123,17 @@ fn b2_c1_d4_open_files_directories_and_mounts_survive_a_snapshot() {
     assert_eq!(tell(&vm, "cat <&4"), "gone");
     assert!(tell(&vm, "cat <&5").to_lowercase().contains("stale"));
     assert_eq!(run(&vm, "cat /work/replaced"), "new");
+    // Its file server dies, and nobody notices but for what was on its way.
+    harness::census::kill("cube-fsd", &work);
+    tell(&vm, "echo three >&3");
+    assert_eq!(fs::read_to_string(work.join("cwd/log")).unwrap(), "one\ntwo\nthree\n");
+    assert_eq!(tell(&vm, "cat kept; pwd"), "kept\n/work/cwd");
     let mut names: Vec<_> = fs::read_dir(&work).unwrap().map(|e| e.unwrap().file_name()).collect();
     names.sort();
     assert_eq!(names, ["cwd", "replaced"]);
     run(&vm, "echo more >/work/more; rm /work/more");
     let Reply::Shares { shares } = vm.request(&Request::Shares {}) else { panic!("no shares") };
-    let restored = &shares[0].status.as_ref().unwrap()["restored"];
-    assert_eq!(restored["orphans_restored"], 1, "{restored}");
-    assert_eq!(restored["stale"][0]["path"], "replaced", "{restored}");
+    assert_eq!((shares[0].server_losses, shares[0].server_restarts), (1, 1));
 }
 
 /// Writes numbers to a file that stays open, makes and removes a tree as git does, and reads what the

@@ -1,6 +1,7 @@
 //! Processes, files and memory, as `/proc` has them.
 
 use std::fs;
+use std::os::unix::ffi::OsStrExt;
 use std::path::{Path, PathBuf};
 use std::time::{Duration, Instant};
 
@@ -180,4 +181,24 @@ pub fn file_mapping(process: u32, file: &str) -> FileMapping {
         }
     }
     sum.unwrap_or_else(|| panic!("no mapping of {file} in:\n{smaps}"))
+}
+
+/// Kills the process of that name which has `path` among its arguments, and waits until it is gone.
+///
+/// # Panics
+/// If there is none.
+#[track_caller]
+pub fn kill(name: &str, path: &Path) {
+    let is_it = |process: &PathBuf| {
+        let called = fs::read_to_string(process.join("comm")).unwrap_or_default();
+        let arguments = fs::read(process.join("cmdline")).unwrap_or_default();
+        let mut words = arguments.split(|byte| *byte == 0);
+        called.trim() == name && words.any(|word| word == path.as_os_str().as_bytes())
+    };
+    let processes = fs::read_dir("/proc").unwrap().map(|entry| entry.unwrap().path());
+    let process = processes.into_iter().find(is_it).expect("such a process");
+    let pid = process.file_name().unwrap().to_str().unwrap().parse().unwrap();
+    // SAFETY: a signal to a process that was just found to be of ours.
+    assert_eq!(unsafe { libc::kill(pid, libc::SIGKILL) }, 0);
+    crate::eventually("it ends", || !is_it(&process));
 }

@@ -207,11 +207,22 @@ pub fn drop_privileges() -> Result<(), JailError> {
     Ok(filter::install()?)
 }
 
-/// The first half of [`drop_privileges`]: what is left holds without the filter, too.
-pub fn drop_capabilities() -> Result<(), JailError> {
+/// The second half of [`drop_privileges`], for who has opened nothing.
+pub fn restrict_calls() -> Result<(), JailError> {
+    no_new_privileges()?;
+    Ok(filter::install()?)
+}
+
+fn no_new_privileges() -> Result<(), JailError> {
     // SAFETY: takes numbers only.
     done(unsafe { libc::prctl(libc::PR_SET_NO_NEW_PRIVS, 1, 0, 0, 0) }.into())
         .map_err(call("PR_SET_NO_NEW_PRIVS"))?;
+    Ok(())
+}
+
+/// The first half of [`drop_privileges`]: what is left holds without the filter, too.
+pub fn drop_capabilities() -> Result<(), JailError> {
+    no_new_privileges()?;
     // SAFETY: takes numbers only. No core of this process lies around.
     done(unsafe { libc::prctl(libc::PR_SET_DUMPABLE, 0, 0, 0, 0) }.into())
         .map_err(call("PR_SET_DUMPABLE"))?;

@@ -13,8 +13,10 @@
 //! open files, current directories and mounts go on, and what is not there any more is stale (ESTALE)
 //! rather than broken, or, worse, another file.
 
+pub mod describe;
 pub mod identity;
 pub mod jail;
+pub mod journal;
 pub mod names;
 pub mod restore;
 pub mod save;

@@ -10,10 +10,11 @@ use std::process::ExitCode;
 
 use clap::Parser;
 use cube_fsd::identity::look;
+use cube_fsd::journal::Journal;
 use cube_fsd::service::{Service, Status};
 use cube_fsd::share::{Cache, Policy, Settings};
 use cube_fsd::state::ShareIdentity;
-use cube_fsd::tracked::Tracked;
+use cube_fsd::tracked::{Core, Tracked};
 use cube_fsd::{jail, session};
 use virtiofsd::passthrough::PassthroughFs;
 use virtiofsd::passthrough::read_only::PassthroughFsRo;
@@ -22,7 +23,8 @@ use virtiofsd::passthrough::read_only::PassthroughFsRo;
 const OWN_DESCRIPTORS: u64 = 64;
 
 /// Serve a directory to a CubeVMM guest. Started by cube-vmm, which is at the other end of both
-/// sockets; there is nothing to be gained from starting it by hand.
+/// sockets; there is nothing to be gained from starting it by hand. With --describe as its only option
+/// it tells what a saved state on its standard input holds.
 #[derive(Parser, Debug)]
 #[command(version)]
 struct Options {
@@ -38,6 +40,9 @@ struct Options {
     /// Descriptor of the socket for questions
     #[arg(long, value_name = "FD")]
     control: RawFd,
+    /// Descriptor of a file in memory, for what the next server has to know should this one die
+    #[arg(long, value_name = "FD")]
+    journal: Option<RawFd>,
     /// Nothing can be changed
     #[arg(long)]
     read_only: bool,
@@ -93,7 +98,11 @@ fn identify(options: &Options) -> std::io::Result<ShareIdentity> {
 }
 
 fn run(options: &Options, vhost: UnixStream, control: &UnixStream) -> Result<(), String> {
-    jail::close_others(&mut [options.vhost, options.control]).map_err(|error| error.to_string())?;
+    let mut given = vec![options.vhost, options.control];
+    given.extend(options.journal);
+    jail::close_others(&mut given).map_err(|error| error.to_string())?;
+    let journal =
+        journal(options).map_err(|error| format!("its journal cannot be used: {error}"))?;
     let limit = jail::raise_descriptor_limit().saturating_sub(OWN_DESCRIPTORS);
     let path = options.path.display();
     let named = |error: std::io::Error| format!("directory {path} cannot be served: {error}");
@@ -113,21 +122,61 @@ fn run(options: &Options, vhost: UnixStream, control: &UnixStream) -> Result<(),
         true => Ok(()),
         false => jail::drop_privileges().map_err(|error| error.to_string()),
     };
-    let ended = if options.read_only {
+    let share = Share { share, settings, policy: options.policy, limit, journal };
+    if options.read_only {
         let core = PassthroughFsRo::new(config).map_err(named)?;
         restrict()?;
-        let tracked = Tracked::limited(core, limit);
-        session::serve(Service::of(tracked, share, settings, options.policy), vhost, control)
+        share.serve(core, vhost, control)
     } else {
         let core = PassthroughFs::new(config).map_err(named)?;
         restrict()?;
-        let tracked = Tracked::limited(core, limit);
-        session::serve(Service::of(tracked, share, settings, options.policy), vhost, control)
-    };
-    ended.map_err(|error| format!("the VMM does not speak the protocol: {error}"))
+        share.serve(core, vhost, control)
+    }
+}
+
+/// All that there is to know of a share before it is served.
+struct Share {
+    share: ShareIdentity,
+    settings: Settings,
+    policy: Policy,
+    limit: u64,
+    journal: Option<Journal>,
+}
+
+impl Share {
+    fn serve<F: Core>(
+        self,
+        core: F,
+        vhost: UnixStream,
+        control: &UnixStream,
+    ) -> Result<(), String> {
+        let tracked = Tracked::limited(core, self.limit);
+        let mut service = Service::of(tracked, self.share, self.settings, self.policy);
+        if let Some(journal) = self.journal {
+            service.keep(journal).map_err(|error| error.to_string())?;
+        }
+        session::serve(service, vhost, control)
+            .map_err(|error| format!("the VMM does not speak the protocol: {error}"))
+    }
+}
+
+fn journal(options: &Options) -> std::io::Result<Option<Journal>> {
+    // SAFETY: the descriptor is given to this process for that, and owned by nobody else in it. One that
+    // is no file fails when it is looked at.
+    let file = options.journal.map(|fd| unsafe { File::from_raw_fd(fd) });
+    file.map(Journal::open).transpose()
 }
 
 fn main() -> ExitCode {
+    if std::env::args_os().skip(1).eq(["--describe"]) {
+        return match cube_fsd::describe::run() {
+            Ok(()) => ExitCode::SUCCESS,
+            Err(error) => {
+                eprintln!("cube-fsd: {error}");
+                ExitCode::FAILURE
+            }
+        };
+    }
     let options = Options::parse();
     // SAFETY: the descriptors are given to this process for that, and owned by nobody else in it. One
     // that is no socket fails when it is used.

@@ -77,6 +77,8 @@ pub enum RestoreError {
     OtherDirectory { path: String },
     #[error("its mount is not answered as it was; the release of the file server differs too much")]
     Init,
+    #[error(transparent)]
+    Journal(#[from] crate::journal::JournalError),
     #[error("{path:?} has changed ({reason}), and the policy is strict")]
     Changed { path: String, reason: String },
     #[error("{path:?} cannot be restored: {source}")]
@@ -223,8 +225,8 @@ impl<F: Core> Tracked<F> {
         match reason {
             None => {
                 let identity = Identity { ino: entry.attr.ino, btime: seen.identity.btime };
-                if let Some(node) = inside.table.node_mut(child).filter(|node| node.is_unknown()) {
-                    node.identity = identity;
+                if inside.table.node(child).is_some_and(Node::is_unknown) {
+                    inside.table.know(child, identity);
                 }
                 Ok(Found::It(entry.inode))
             }

@@ -11,7 +11,7 @@ use virtiofsd::soft_idmap::Id;
 use crate::share::Settings;
 use crate::state::gate::{MAX_ORPHAN, MAX_ORPHANS, OPEN_FLAGS};
 use crate::state::{Mount, Orphan, SavedHandle, SavedNode, ShareIdentity, State};
-use crate::table::{Node, Place, ROOT};
+use crate::table::{Identity, Init, Node, Place, ROOT, Table};
 use crate::tracked::{Core, Inside, Tracked, ourselves};
 
 /// Most bytes that are read at once.
@@ -21,30 +21,13 @@ impl<F: Core> Tracked<F> {
     /// What has to be kept. Nothing may be in progress.
     pub fn save(&self, share: &ShareIdentity, settings: Settings) -> io::Result<State> {
         let mut inside = self.inside();
-        let Some(init) = inside.table.init.clone() else {
-            return Ok(State { share: share.clone(), settings, mount: None });
-        };
         let orphans = self.orphans(&mut inside);
-        let (next_node, next_handle) = inside.table.next();
-        let mut nodes: Vec<_> =
-            inside.table.nodes().map(|(id, node)| saved_node(id, node)).collect();
-        nodes.sort_unstable_by_key(|node| node.id);
-        let handles = inside.table.handles().map(|(id, handle)| SavedHandle {
-            id,
-            node: handle.node,
-            directory: handle.directory,
-            flags: handle.flags & OPEN_FLAGS,
-        });
-        let mut handles: Vec<_> = handles.collect();
-        handles.sort_unstable_by_key(|handle| handle.id);
-        let (request, reply) = (init.request, init.reply);
-        let mount = Mount { request, reply, next_node, next_handle, nodes, handles, orphans };
-        let share = ShareIdentity {
-            ino: inside.root.identity.ino,
-            btime: inside.root.identity.btime,
-            ..share.clone()
-        };
-        Ok(State { share, settings, mount: Some(mount) })
+        Ok(state_of(&inside, orphans, share, settings))
+    }
+
+    /// What has to be kept of the table alone: files without a name go with this process.
+    pub fn save_table(&self, share: &ShareIdentity, settings: Settings) -> State {
+        state_of(&self.inside(), Vec::new(), share, settings)
     }
 
     /// The files that are open and have no name. What cannot be read, or is too large, is left out: it
@@ -91,6 +74,36 @@ impl<F: Core> Tracked<F> {
             data,
         }))
     }
+}
+
+fn state_of(
+    inside: &Inside,
+    orphans: Vec<Orphan>,
+    share: &ShareIdentity,
+    settings: Settings,
+) -> State {
+    let Some(mount) = mount_of(&inside.table, orphans) else {
+        return State { share: share.clone(), settings, mount: None };
+    };
+    let Identity { ino, btime } = inside.root.identity;
+    State { share: ShareIdentity { ino, btime, ..share.clone() }, settings, mount: Some(mount) }
+}
+
+/// The saved form of a table, if something is mounted.
+pub(crate) fn mount_of(table: &Table, orphans: Vec<Orphan>) -> Option<Mount> {
+    let Init { request, reply } = table.init.clone()?;
+    let (next_node, next_handle) = table.next();
+    let mut nodes: Vec<_> = table.nodes().map(|(id, node)| saved_node(id, node)).collect();
+    nodes.sort_unstable_by_key(|node| node.id);
+    let handles = table.handles().map(|(id, handle)| SavedHandle {
+        id,
+        node: handle.node,
+        directory: handle.directory,
+        flags: handle.flags & OPEN_FLAGS,
+    });
+    let mut handles: Vec<_> = handles.collect();
+    handles.sort_unstable_by_key(|handle| handle.id);
+    Some(Mount { request, reply, next_node, next_handle, nodes, handles, orphans })
 }
 
 fn saved_node(id: u64, node: &Node) -> SavedNode {

@@ -15,10 +15,11 @@ use virtiofsd::fuse::{InHeader, OutHeader};
 use virtiofsd::server::Server;
 use vm_memory::{ByteValued, Bytes, GuestAddress, GuestMemoryMmap};
 
+use crate::journal::Journal;
 use crate::restore::{MAX_STALE, Report, RestoreError, check_share};
 use crate::share::{Policy, Settings};
 use crate::state::{ShareIdentity, State};
-use crate::table::Init;
+use crate::table::{Changes, Init};
 use crate::tracked::{Core, Count, Tracked};
 
 /// The memory that messages are in.
@@ -65,6 +66,8 @@ pub struct Service<F: Core> {
     status: Status,
     /// There are nodes to be looked up when there is time.
     verifies: bool,
+    /// Where it is kept for who comes after us.
+    journal: Option<Journal>,
 }
 
 impl<F: Core> Service<F> {
@@ -82,7 +85,8 @@ impl<F: Core> Service<F> {
     ) -> Self {
         let status = Status { tag: share.tag.clone(), ..Status::default() };
         let server = Server::new(tracked.clone());
-        Self { server, tracked, share, settings, policy, status, verifies: false }
+        let journal = None;
+        Self { server, tracked, share, settings, policy, status, verifies: false, journal }
     }
 
     /// The file system behind it.
@@ -95,8 +99,14 @@ impl<F: Core> Service<F> {
         Status { count: self.tracked.count(), ..self.status.clone() }
     }
 
-    /// Answers one message; how many bytes the answer has.
+    /// Answers one message; how many bytes the answer has. What it tells the guest is noted first.
     pub fn answer(&mut self, memory: &Memory, chain: DescriptorChain<&Memory>) -> usize {
+        let len = self.respond(memory, chain);
+        self.note_changes();
+        len
+    }
+
+    fn respond(&mut self, memory: &Memory, chain: DescriptorChain<&Memory>) -> usize {
         self.status.messages = self.status.messages.wrapping_add(1);
         let ends = (Reader::new(memory, chain.clone()), Writer::new(memory, chain.clone()));
         let (Ok(request), Ok(reply)) = ends else { return self.malformed() };
@@ -175,6 +185,45 @@ impl<F: Core> Service<F> {
         report.stale_total += stale.len();
         let room = MAX_STALE.saturating_sub(report.stale.len());
         report.stale.extend(stale.into_iter().take(room));
+        self.note_changes();
+    }
+
+    /// From now on keeps in `journal` what the guest knows. What another server of the share has left in
+    /// it, is gone on from first.
+    pub fn keep(&mut self, journal: Journal) -> Result<(), RestoreError> {
+        let left = journal.read()?;
+        self.journal = Some(journal);
+        match left {
+            Some(state) => self.go_on(None, |this| this.take_up(state, Policy::Tolerant)),
+            None => {
+                self.tracked.inside().table.changes.wanted = true;
+                Ok(())
+            }
+        }
+    }
+
+    fn note_changes(&mut self) {
+        let Some(journal) = &mut self.journal else { return };
+        let (whole, bytes) = {
+            let changes = &mut self.tracked.inside().table.changes;
+            (std::mem::take(&mut changes.whole), std::mem::take(&mut changes.bytes))
+        };
+        if !whole && bytes.is_empty() {
+            return;
+        }
+        let noted = match whole || !journal.has_room() {
+            true => match self.tracked.save_table(&self.share, self.settings).to_bytes() {
+                Ok(state) => journal.begin(&state),
+                Err(error) => Err(std::io::Error::other(error)),
+            },
+            false => journal.append(&bytes),
+        };
+        if noted.is_err() {
+            // Half of it would be worse than nothing: without it nobody comes after us.
+            journal.give_up();
+            self.journal = None;
+            self.tracked.inside().table.changes = Changes::default();
+        }
     }
 
     /// The saved form. Nothing may be in progress.
@@ -191,9 +240,41 @@ impl<F: Core> Service<F> {
 
     /// Goes on from bytes that nobody vouches for. After a failure nothing is left to be served.
     pub fn load(&mut self, bytes: &[u8]) -> Result<(), RestoreError> {
+        // The next server would find the same by it, unless this one looks for other files.
+        let as_it_is = matches!(self.policy, Policy::Strict | Policy::Tolerant);
+        self.go_on(as_it_is.then_some(bytes), |this| {
+            this.take_up(State::parse(bytes)?, this.policy)
+        })
+    }
+
+    /// Goes on by `act`, and notes what has come of it: `known`, or all of it.
+    fn go_on(
+        &mut self,
+        known: Option<&[u8]>,
+        act: impl FnOnce(&mut Self) -> Result<Option<Report>, RestoreError>,
+    ) -> Result<(), RestoreError> {
         let start = Instant::now();
-        let loaded = self.try_load(bytes);
+        let mut journal = self.journal.take();
+        let loaded = act(self);
         self.status.restore_micros = micros(start);
+        if let Some(journal) = &mut journal {
+            let changes = &mut self.tracked.inside().table.changes;
+            *changes = Changes { wanted: true, ..Changes::default() };
+            match (known, &loaded) {
+                (Some(known), Ok(Some(_))) if journal.begin(known).is_ok() => {}
+                _ => changes.all(),
+            }
+        }
+        self.journal = journal;
+        let ended = self.note_end(loaded);
+        self.note_changes();
+        ended
+    }
+
+    fn note_end(
+        &mut self,
+        loaded: Result<Option<Report>, RestoreError>,
+    ) -> Result<(), RestoreError> {
         match loaded {
             Ok(report) => {
                 self.verifies = report.as_ref().is_some_and(|report| report.unverified > 0);
@@ -209,8 +290,8 @@ impl<F: Core> Service<F> {
         }
     }
 
-    fn try_load(&mut self, bytes: &[u8]) -> Result<Option<Report>, RestoreError> {
-        let State { share, settings, mount } = State::parse(bytes)?;
+    fn take_up(&mut self, state: State, policy: Policy) -> Result<Option<Report>, RestoreError> {
+        let State { share, settings, mount } = state;
         if share.tag != self.share.tag {
             return Err(RestoreError::Tag { was: share.tag });
         }
@@ -218,7 +299,7 @@ impl<F: Core> Service<F> {
             return Err(RestoreError::Setting(difference));
         }
         let Some(mount) = mount else { return Ok(None) };
-        check_share(&share, &self.share, self.policy)?;
+        check_share(&share, &self.share, policy)?;
         let reply = self.ask(&mount.request, INIT_ROOM);
         let answered = reply.get(4..8) == Some(&[0; 4]);
         if !answered || self.tracked.inside().table.init.is_none() {
@@ -228,7 +309,7 @@ impl<F: Core> Service<F> {
             return Err(RestoreError::Init);
         }
         let tag = self.share.tag.clone();
-        self.tracked.restore(mount, self.policy, &tag).map(Some)
+        self.tracked.restore(mount, policy, &tag).map(Some)
     }
 }
 

@@ -195,6 +195,12 @@ impl State {
         gate::check(&state, left.len())?;
         Ok(state)
     }
+
+    /// The same, if the gate lets it through.
+    pub fn checked(self) -> Result<Self, StateError> {
+        gate::check(&self, 0)?;
+        Ok(self)
+    }
 }
 
 #[cfg(test)]

@@ -11,8 +11,11 @@
 //!
 //! Nothing in here makes a system call.
 
+mod changes;
+
 use std::collections::{BTreeMap, HashMap};
 
+pub use self::changes::{Change, Changes};
 use crate::names::Name;
 
 /// The root, whose number FUSE has fixed.
@@ -116,6 +119,8 @@ pub struct Table {
     next_handle: u64,
     /// Of the mount that is live, if there is one.
     pub init: Option<Init>,
+    /// For who comes after us.
+    pub changes: Changes,
 }
 
 impl Table {
@@ -136,6 +141,7 @@ impl Table {
         self.by_identity.clear();
         self.handles.clear();
         self.init = None;
+        self.changes.all();
     }
 
     /// A node by its number.
@@ -181,14 +187,6 @@ impl Table {
     /// Which node is known as `name` in `parent`.
     pub fn child(&self, parent: u64, name: &[u8]) -> Option<u64> {
         self.nodes.get(&parent)?.children.get(name).copied()
-    }
-
-    /// Takes in a node under a number that is chosen here.
-    pub fn add(&mut self, node: Node) -> u64 {
-        let id = self.next_node;
-        self.next_node += 1;
-        self.insert(id, node);
-        id
     }
 
     /// Takes in a node under a number that it had before.
@@ -258,16 +256,6 @@ impl Table {
         }
     }
 
-    /// A cold node was not found again.
-    pub fn bury(&mut self, id: u64) {
-        let Some(node) = self.nodes.get_mut(&id).filter(|node| node.place == Place::Cold) else {
-            return;
-        };
-        node.place = Place::Tombstone;
-        let identity = node.identity;
-        self.warmed(identity, id);
-    }
-
     /// A node is no longer cold.
     fn warmed(&mut self, identity: Identity, id: u64) {
         if self.by_identity.get(&identity) == Some(&id) {
@@ -298,13 +286,12 @@ impl Table {
         }
     }
 
-    /// From now on `parent`/`name` is `child`, and nothing else. What lost that name and with it its
-    /// last reason to be is released: the library's numbers are returned.
-    pub fn name(&mut self, parent: u64, name: &[u8], child: u64) -> Vec<u64> {
+    /// See [`Table::name`].
+    fn give_name(&mut self, parent: u64, name: &[u8], child: u64) -> Vec<u64> {
         if self.child(parent, name) == Some(child) {
             return Vec::new();
         }
-        let mut released = self.unname(parent, name);
+        let mut released = self.take_name(parent, name);
         let directory = self.nodes.get(&child).is_some_and(|node| node.kind == libc::S_IFDIR);
         if directory {
             // It has one name; one that differs is from before the host has moved it.
@@ -325,7 +312,7 @@ impl Table {
         let names = self.nodes.get(&id).map(|node| node.names.clone()).unwrap_or_default();
         // Not released through this: it is just being named.
         self.hold([id, ROOT], 1);
-        let gone = names.iter().flat_map(|(parent, name)| self.unname(*parent, name)).collect();
+        let gone = names.iter().flat_map(|(parent, name)| self.take_name(*parent, name)).collect();
         self.hold([id, ROOT], -1);
         gone
     }
@@ -336,15 +323,15 @@ impl Table {
         while let Some((above, name)) = self.nodes.get(&at).and_then(|node| node.names.first()) {
             if *above == child {
                 let (above, name) = (*above, name.clone());
-                return self.unname(above, &name);
+                return self.take_name(above, &name);
             }
             at = *above;
         }
         Vec::new()
     }
 
-    /// Nothing is `parent`/`name` any more. Returns what was released, as [`Table::name`] does.
-    pub fn unname(&mut self, parent: u64, name: &[u8]) -> Vec<u64> {
+    /// See [`Table::unname`].
+    fn take_name(&mut self, parent: u64, name: &[u8]) -> Vec<u64> {
         let directory = self.nodes.get_mut(&parent);
         let Some(child) = directory.and_then(|node| node.children.remove(name)) else {
             return Vec::new();
@@ -355,8 +342,8 @@ impl Table {
         self.release(parent)
     }
 
-    /// `from` is called `to` now, each a directory and a name. With `exchange` the two change places.
-    pub fn rename(&mut self, from: (u64, &[u8]), to: (u64, &[u8]), exchange: bool) -> Vec<u64> {
+    /// See [`Table::rename`].
+    fn change_names(&mut self, from: (u64, &[u8]), to: (u64, &[u8]), exchange: bool) -> Vec<u64> {
         let (moved, met) = (self.child(from.0, from.1), self.child(to.0, to.1));
         if moved.is_some() && moved == met {
             // Two names of one file: the kernel does nothing.
@@ -366,13 +353,13 @@ impl Table {
         let mut released = Vec::new();
         let kept = [from.0, to.0];
         self.hold(kept, 1);
-        released.extend(self.unname(from.0, from.1));
-        released.extend(self.unname(to.0, to.1));
+        released.extend(self.take_name(from.0, from.1));
+        released.extend(self.take_name(to.0, to.1));
         if let Some(moved) = moved {
-            released.extend(self.name(to.0, to.1, moved));
+            released.extend(self.give_name(to.0, to.1, moved));
         }
         if let (Some(met), true) = (met, exchange) {
-            released.extend(self.name(from.0, from.1, met));
+            released.extend(self.give_name(from.0, from.1, met));
         }
         self.hold(kept, -1);
         released.extend(kept.into_iter().flat_map(|id| self.release(id)).collect::<Vec<_>>());
@@ -387,47 +374,12 @@ impl Table {
         }
     }
 
-    /// The guest was told of a node once more.
-    pub fn looked_up(&mut self, id: u64) {
-        if let Some(node) = self.nodes.get_mut(&id) {
-            node.lookups = node.lookups.saturating_add(1);
-        }
-    }
-
-    /// The guest has forgotten a node `count` times. Returns what was released. The root stays.
-    pub fn forget(&mut self, id: u64, count: u64) -> Vec<u64> {
-        let Some(node) = self.nodes.get_mut(&id).filter(|_| id != ROOT) else {
-            return Vec::new();
-        };
-        node.lookups = node.lookups.saturating_sub(count);
-        self.release(id)
-    }
-
-    /// Takes in a handle; its number.
-    pub fn open(&mut self, handle: Handle) -> u64 {
-        let id = self.next_handle;
-        self.next_handle += 1;
-        self.insert_handle(id, handle);
-        id
-    }
-
     /// Takes in a handle under a number that it had before.
     pub fn insert_handle(&mut self, id: u64, handle: Handle) {
         if let Some(node) = self.nodes.get_mut(&handle.node) {
             node.handles = node.handles.saturating_add(1);
         }
         self.handles.insert(id, handle);
-    }
-
-    /// Closes a handle of `node`: the handle, and what was released of nodes. `None`: there is none.
-    pub fn close(&mut self, id: u64, node: u64) -> Option<(Handle, Vec<u64>)> {
-        self.handles.get(&id).filter(|handle| handle.node == node)?;
-        let handle = self.handles.remove(&id)?;
-        if let Some(node) = self.nodes.get_mut(&node) {
-            node.handles = node.handles.saturating_sub(1);
-        }
-        let released = self.release(node);
-        Some((handle, released))
     }
 
     /// Drops a node that nothing refers to, and the directories that lived through it alone.

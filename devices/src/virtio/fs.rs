@@ -11,18 +11,21 @@
 //! guest an I/O error.
 
 mod message;
+mod restart;
 mod server;
 mod shadow;
 mod state;
 mod worker;
 
 use std::io;
+use std::os::fd::OwnedFd;
 use std::path::PathBuf;
 use std::sync::Arc;
-use std::time::Duration;
+use std::time::{Duration, Instant};
 
 use serde::{Deserialize, Serialize};
 
+use self::restart::Restart;
 pub use self::server::PATIENCE;
 use self::server::{Control, Server};
 use self::shadow::ShadowQueue;
@@ -157,6 +160,7 @@ struct Counters {
     written_bytes: Count,
     failures: Count,
     losses: Count,
+    restarts: Count,
     guest_faults: Count,
 }
 
@@ -173,6 +177,11 @@ impl Metered for Counters {
                 &self.failures,
             ),
             counter("fs_server_losses_total", "Ends of the file server", &self.losses),
+            counter(
+                "fs_server_restarts_total",
+                "File servers that have gone on in the place of one that had ended",
+                &self.restarts,
+            ),
             counter("fs_guest_faults_total", GUEST_FAULTS, &self.guest_faults),
         ]
     }
@@ -180,15 +189,40 @@ impl Metered for Counters {
 
 /// The server and what is on its way to it: with the worker while the device is live.
 struct Session {
-    /// `None` after its end.
-    server: Option<Server>,
+    serving: Serving,
     shadow: ShadowQueue<Owner>,
+    config: FsConfig,
+    /// What a server has to know that comes after this one.
+    journal: Arc<OwnedFd>,
+    /// The way to ask whoever serves.
+    control: Control,
+    /// When servers have ended, as far as it matters.
+    ends: Vec<Instant>,
+}
+
+/// Who answers.
+enum Serving {
+    Live(Server),
+    /// One has ended, and another one is on its way: the guest waits.
+    Restarting(Restart),
+    /// Nobody, ever: the guest gets errors.
+    Gone,
+}
+
+impl Session {
+    fn server(&self) -> Option<&Server> {
+        match &self.serving {
+            Serving::Live(server) => Some(server),
+            Serving::Restarting(_) | Serving::Gone => None,
+        }
+    }
 }
 
 /// Asks the file server of a share.
 #[derive(Clone)]
 pub struct FsHandle {
     control: Control,
+    counters: Arc<Counters>,
 }
 
 impl FsHandle {
@@ -196,6 +230,11 @@ impl FsHandle {
     /// handler.
     pub fn status(&self) -> Option<String> {
         self.control.status().ok()
+    }
+
+    /// How many servers of the share have ended, and how many have gone on in their place.
+    pub fn ends(&self) -> (u64, u64) {
+        (self.counters.losses.get(), self.counters.restarts.get())
     }
 }
 
@@ -225,15 +264,25 @@ impl Fs {
         })?;
         let shadow = ShadowQueue::new();
         let shadow = shadow.map_err(|source| FsError::Host { what: "shadow queue", source })?;
-        let server = Server::start(&config, &shadow)?;
+        let journal = server::journal();
+        let journal = journal.map_err(|source| FsError::Host { what: "journal", source })?;
+        let server = Server::start(&config, &shadow, &journal)?;
         let control = server.control();
-        let session = Some(Session { server: Some(server), shadow });
-        Ok(Self { executor, config, counters: Arc::default(), control, session, worker: None })
+        let session = Session {
+            serving: Serving::Live(server),
+            shadow,
+            config: config.clone(),
+            journal: Arc::new(journal),
+            control: control.clone(),
+            ends: Vec::new(),
+        };
+        let (counters, session) = (Arc::default(), Some(session));
+        Ok(Self { executor, config, counters, control, session, worker: None })
     }
 
     /// The way to ask the file server about the share, for as long as one likes.
     pub fn handle(&self) -> FsHandle {
-        FsHandle { control: self.control.clone() }
+        FsHandle { control: self.control.clone(), counters: self.counters.clone() }
     }
 
     fn gone(&self) -> FsError {

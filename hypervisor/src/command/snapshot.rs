@@ -10,11 +10,14 @@ use serde::Serialize;
 use super::client::print;
 use crate::api::{MemoryMethod, Reply, Request, SnapshotReport, SnapshotRequest};
 use crate::api_socket::request;
+use crate::config::ShareConfig;
+use crate::shares::default_program;
 use crate::snapshot::disks::NO_COPY;
 use crate::snapshot::folder::Durability;
 use crate::snapshot::inspect::{self, About, Listed};
 use crate::snapshot::manifest::SavedDisk;
 use crate::snapshot::merge;
+use crate::snapshot::shares::{SavedShare, shares};
 
 /// What `snapshot --help` ends with.
 pub const HELP: &str = "\
@@ -118,6 +121,9 @@ pub enum Action {
         /// Print JSON
         #[arg(long)]
         json: bool,
+        /// The file server, which tells what shares hold [default: cube-fsd beside this program]
+        #[arg(long, value_name = "FILE", env = "CUBE_FSD")]
+        fsd: Option<PathBuf>,
     },
     /// Read all of a snapshot and compare it with its checksums
     Verify {
@@ -151,9 +157,14 @@ pub enum Action {
 /// Does what was asked for.
 pub fn snapshot(options: &SnapshotOptions) -> anyhow::Result<u8> {
     match &options.action {
-        Some(Action::Info { dir, json }) => {
+        Some(Action::Info { dir, json, fsd }) => {
             let about = inspect::about(dir)?;
-            print(&if *json { as_json(&about)? } else { describe(&about) })
+            let program = fsd.clone().unwrap_or_else(default_program);
+            let shares = shares(dir, &about.manifest, &program)?;
+            print(&match json {
+                true => as_json(&Info { about, shares })?,
+                false => describe(&about) + &shares.iter().map(describe_share).collect::<String>(),
+            })
         }
         Some(Action::Verify { dir }) => {
             let bytes = inspect::verify(dir)?;
@@ -169,6 +180,52 @@ pub fn snapshot(options: &SnapshotOptions) -> anyhow::Result<u8> {
         }
         None => take(&options.save),
     }
+}
+
+/// All that is told of a snapshot.
+#[derive(Serialize)]
+struct Info {
+    #[serde(flatten)]
+    about: About,
+    #[serde(skip_serializing_if = "Vec::is_empty")]
+    shares: Vec<SavedShare>,
+}
+
+/// A line on a share, and one on each file that is open in it, of the first ten.
+fn describe_share(share: &SavedShare) -> String {
+    const MOST: usize = 10;
+    let ShareConfig { id, tag, path, .. } = &share.config;
+    let line = |what: &str, value: &str| format!("{what:<10}{value}\n");
+    let place = format!("{id}: {tag:?} is {}", path.display());
+    let content = match &share.content {
+        Some(content) => content,
+        None => {
+            let why = share.error.as_deref().unwrap_or("nothing is told");
+            return line("share", &format!("{place}; what it holds cannot be told: {why}"));
+        }
+    };
+    if content["mounted"] == false {
+        return line("share", &format!("{place}; not mounted"));
+    }
+    let number = |name: &str| content[name].as_u64().unwrap_or(0);
+    let mut text = format!("{place}; {} files known, {} open", number("nodes"), number("handles"));
+    if number("orphans") > 0 {
+        let bytes = size(number("orphan_bytes"));
+        let _ = write!(text, ", {} without a name ({bytes})", number("orphans"));
+    }
+    if number("stale") > 0 {
+        let _ = write!(text, ", {} gone", number("stale"));
+    }
+    let mut lines = line("share", &text);
+    let open = content["open"].as_array().map(Vec::as_slice).unwrap_or_default();
+    for path in open.iter().take(MOST) {
+        // Quoted: a name can hold whatever a guest likes.
+        lines += &line("", &format!("  open: {path}"));
+    }
+    if open.len() > MOST {
+        lines += &line("", "  …");
+    }
+    lines
 }
 
 fn as_json(value: &impl Serialize) -> anyhow::Result<String> {

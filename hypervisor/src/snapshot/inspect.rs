@@ -132,19 +132,22 @@ pub(super) fn checked(
     if checksum::of(&content) == crc64 { Ok(content) } else { Err(LoadError::Damaged(path)) }
 }
 
-/// Reads all of the snapshot in `dir` and compares it with its checksums; the bytes that were
-/// checked. Of disks there are none: only that they are there, and their sizes.
-pub fn verify(dir: &Path) -> Result<u64, InspectError> {
-    let manifest = load::manifest(dir)?;
+/// The state of the machine in `dir`, compared with its checksum.
+pub fn state(dir: &Path, manifest: &Manifest) -> Result<MachineState, InspectError> {
     let path = dir.join(STATE);
     if manifest.state_bytes > MAX_STATE {
         let (found, expected) = (manifest.state_bytes, format!("at most {MAX_STATE}"));
         return Err(LoadError::Size { path, found, expected }.into());
     }
-    let state = checked(dir, STATE, manifest.state_bytes, &manifest.state_crc64)?;
-    if let Err(source) = MachineState::parse(&state) {
-        return Err(LoadError::State { path, source }.into());
-    }
+    let bytes = checked(dir, STATE, manifest.state_bytes, &manifest.state_crc64)?;
+    MachineState::parse(&bytes).map_err(|source| LoadError::State { path, source }.into())
+}
+
+/// Reads all of the snapshot in `dir` and compares it with its checksums; the bytes that were
+/// checked. Of disks there are none: only that they are there, and their sizes.
+pub fn verify(dir: &Path) -> Result<u64, InspectError> {
+    let manifest = load::manifest(dir)?;
+    state(dir, &manifest)?;
     for disk in &manifest.disks {
         let path = dir.join(&disk.path);
         load::expect_size(&path, &load::open(&path)?, disk.bytes)?;

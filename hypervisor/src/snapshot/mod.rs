@@ -42,6 +42,7 @@ pub mod pieces;
 pub mod restore;
 pub mod runs;
 pub mod save;
+pub mod shares;
 pub mod sums;
 pub mod tracking;
 pub mod vcpu;

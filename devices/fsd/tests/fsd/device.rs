@@ -2,6 +2,7 @@
 
 mod jail;
 mod life;
+mod succession;
 
 use std::fs;
 use std::path::{Path, PathBuf};
@@ -113,6 +114,7 @@ pub fn moved(
     server.driver.pause();
     let record = server.driver.save();
     let device = Fs::new(server.executor.handle(), config)?;
+    server.meter = device.meter().unwrap();
     server.driver.replace(Box::new(device), record)?;
     server.driver.resume();
     Ok(guest)
@@ -120,15 +122,7 @@ pub fn moved(
 
 /// The record of the device in that of its transport.
 pub fn of_device(record: &Record) -> Record {
-    let mut waiting = vec![&record.state];
-    while let Some(value) = waiting.pop() {
-        match value.deserialized::<Record>() {
-            Ok(found) if found.kind == "virtio-fs" => return found,
-            _ => {}
-        }
-        waiting.extend(value.as_map().into_iter().flatten().map(|(_, value)| value));
-    }
-    panic!("no device in {record:?}")
+    record.within("virtio-fs").unwrap()
 }
 
 /// The process that serves `path` to this one.

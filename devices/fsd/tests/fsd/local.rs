@@ -1,7 +1,9 @@
 //! A share that is served in this process: what it is to a guest, without rings and jails.
 
+use std::fs::File;
 use std::path::Path;
 
+use cube_fsd::journal::Journal;
 use cube_fsd::restore::{Report, RestoreError};
 use cube_fsd::service::Service;
 use cube_fsd::share::{Policy, Settings};
@@ -44,6 +46,14 @@ impl Local {
         let core = PassthroughFs::new(settings.config(path.to_str().unwrap(), most)).unwrap();
         let tracked = Tracked::limited(core, most);
         Self::Writable(Box::new(Service::of(tracked, identity(path), settings, policy)))
+    }
+
+    /// One that keeps what its guest knows in `journal`, and goes on from what is in it.
+    pub fn keeping(path: &Path, journal: &File) -> Result<Self, RestoreError> {
+        let mut this = Self::new(path, Settings::default(), Policy::Tolerant);
+        let Self::Writable(service) = &mut this else { panic!("it is read-only") };
+        service.keep(Journal::open(journal.try_clone().unwrap()).unwrap())?;
+        Ok(this)
     }
 
     pub fn count(&self) -> Count {

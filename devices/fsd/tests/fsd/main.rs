@@ -11,5 +11,6 @@ mod cold;
 mod device;
 mod guest;
 mod hostile;
+mod journal;
 mod local;
 mod survival;

@@ -24,6 +24,7 @@ use vm_memory::GuestMemoryBackend;
 use super::shadow::{RING, ShadowQueue};
 use super::{Cache, FsConfig, FsError, Policy};
 use crate::event::Event;
+use crate::memory::shareable_file;
 use crate::virtio::feature;
 use crate::virtio::vhost::user::deadline::Watchdog;
 
@@ -41,6 +42,11 @@ const MAX_STATUS: u64 = 4 << 20;
 /// Descriptors of the child, as its options say.
 const VHOST_FD: i32 = 3;
 const CONTROL_FD: i32 = 4;
+const JOURNAL_FD: i32 = 5;
+
+/// Bytes of the file in which a server keeps what the next one has to know. Only what is written of it
+/// takes memory.
+const JOURNAL: u64 = 160 << 20;
 
 /// The way to ask a server about its share. All clones are the same one.
 #[derive(Clone)]
@@ -54,6 +60,13 @@ impl Control {
 
     fn socket(&self) -> MutexGuard<'_, UnixStream> {
         self.0.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    /// From now on asks the one that `other` asks.
+    pub fn replace(&self, other: &Self) -> io::Result<()> {
+        let socket = other.socket().try_clone()?;
+        *self.socket() = socket;
+        Ok(())
     }
 
     /// What it says about its share: one line of JSON. Waits a second at most.
@@ -99,10 +112,23 @@ impl AsFd for Server {
     }
 }
 
-fn spawn(config: &FsConfig, vhost: &OwnedFd, control: &OwnedFd) -> io::Result<Child> {
+/// What a server is given of ours: the sockets, and the journal.
+struct Given {
+    vhost: OwnedFd,
+    control: OwnedFd,
+    journal: OwnedFd,
+}
+
+/// A file for [`Server::start`].
+pub(super) fn journal() -> io::Result<OwnedFd> {
+    shareable_file(JOURNAL).map(OwnedFd::from)
+}
+
+fn spawn(config: &FsConfig, given: &Given) -> io::Result<Child> {
     let mut command = Command::new(&config.program);
     command.arg("--path").arg(&config.path).args(["--tag", &config.tag]);
     command.args(["--vhost", &VHOST_FD.to_string(), "--control", &CONTROL_FD.to_string()]);
+    command.args(["--journal", &JOURNAL_FD.to_string()]);
     let flags = [
         (config.read_only, "--read-only"),
         (config.writeback, "--writeback"),
@@ -114,19 +140,16 @@ fn spawn(config: &FsConfig, vhost: &OwnedFd, control: &OwnedFd) -> io::Result<Ch
     command.args(["--cache", config.cache.name(), "--policy", config.policy.name()]);
     // Nothing of ours is told to it by its environment, nor by its folder.
     command.env_clear().current_dir("/").stdin(Stdio::null()).stdout(Stdio::null());
-    let (vhost, control) = (vhost.as_raw_fd(), control.as_raw_fd());
+    let given = [&given.vhost, &given.control, &given.journal].map(AsRawFd::as_raw_fd);
     let place = move || {
         // Above what they are moved to, so that none is overwritten by the other.
         // SAFETY: descriptors that are open in this process and its copy.
         let high = unsafe {
             // Not in the process group of a terminal, whose interrupt is for the VMM to hear.
             libc::setsid();
-            [
-                libc::fcntl(vhost, libc::F_DUPFD_CLOEXEC, CONTROL_FD + 1),
-                libc::fcntl(control, libc::F_DUPFD_CLOEXEC, CONTROL_FD + 1),
-            ]
+            given.map(|fd| libc::fcntl(fd, libc::F_DUPFD_CLOEXEC, JOURNAL_FD + 1))
         };
-        for (from, to) in high.into_iter().zip([VHOST_FD, CONTROL_FD]) {
+        for (from, to) in high.into_iter().zip([VHOST_FD, CONTROL_FD, JOURNAL_FD]) {
             // SAFETY: takes numbers only, and checks them.
             if from < 0 || unsafe { libc::dup2(from, to) } < 0 {
                 return Err(io::Error::last_os_error());
@@ -141,27 +164,34 @@ fn spawn(config: &FsConfig, vhost: &OwnedFd, control: &OwnedFd) -> io::Result<Ch
 
 /// In a namespace of processes of its own, where that is allowed: the thread that asks for it cannot
 /// go back, so it is one that does nothing else.
-fn spawn_alone(config: &FsConfig, vhost: &OwnedFd, control: &OwnedFd) -> io::Result<Child> {
+fn spawn_alone(config: &FsConfig, given: &Given) -> io::Result<Child> {
     std::thread::scope(|scope| {
         let spawner = scope.spawn(|| {
             // SAFETY: takes flags only. Fails without privileges, and then there is none.
             unsafe { libc::unshare(libc::CLONE_NEWPID) };
-            spawn(config, vhost, control)
+            spawn(config, given)
         });
         spawner.join().unwrap_or_else(|_| Err(io::ErrorKind::Other.into()))
     })
 }
 
 impl Server {
-    /// Starts it, and hears that it serves.
-    pub fn start<T>(config: &FsConfig, shadow: &ShadowQueue<T>) -> Result<Self, FsError> {
+    /// Starts it, and hears that it serves. It goes on from what another one has left in `journal`.
+    pub fn start<T>(
+        config: &FsConfig,
+        shadow: &ShadowQueue<T>,
+        journal: &OwnedFd,
+    ) -> Result<Self, FsError> {
         let host = |what| move |source| FsError::Host { what, source };
         let sockets = || Ok::<_, io::Error>((UnixStream::pair()?, UnixStream::pair()?));
         let ((vhost, their_vhost), (control, their_control)) =
             sockets().map_err(host("sockets"))?;
         let events = || Ok::<_, io::Error>((Event::new()?, Event::new()?));
         let (kick, call) = events().map_err(host("eventfds"))?;
-        let child = spawn_alone(config, &their_vhost.into(), &their_control.into());
+        let journal = journal.try_clone().map_err(host("journal"))?;
+        let given = Given { vhost: their_vhost.into(), control: their_control.into(), journal };
+        let child = spawn_alone(config, &given);
+        drop(given);
         let child =
             child.map_err(|source| FsError::Spawn { program: config.program.clone(), source })?;
         let parts = || Ok::<_, io::Error>((vhost.try_clone()?, Watchdog::new(&vhost)?));
@@ -255,6 +285,20 @@ impl Server {
         "it still runs".to_owned()
     }
 
+    /// Waits for answers; true if it has hung up instead.
+    pub fn wait(&self, patience: Duration) -> bool {
+        let (call, peer) = (self.call.as_raw_fd(), self.socket.as_raw_fd());
+        let mut polls = [
+            libc::pollfd { fd: call, events: libc::POLLIN, revents: 0 },
+            libc::pollfd { fd: peer, events: libc::POLLRDHUP, revents: 0 },
+        ];
+        let millis = i32::try_from(patience.as_millis()).unwrap_or(i32::MAX).max(1);
+        // SAFETY: two pollfds that outlive the call, with open descriptors.
+        unsafe { libc::poll(polls.as_mut_ptr(), 2, millis) };
+        self.call.clear();
+        polls[1].revents != 0 && polls[0].revents == 0
+    }
+
     /// False if it has hung up.
     pub fn is_alive(&self) -> bool {
         let fd = self.socket.as_raw_fd();
@@ -266,6 +310,13 @@ impl Server {
     /// The way to ask it, which others may keep.
     pub fn control(&self) -> Control {
         self.control.clone()
+    }
+
+    /// Who has kept the way to ask another server, asks this one.
+    pub fn take_over(&mut self, control: &Control) -> io::Result<()> {
+        control.replace(&self.control)?;
+        self.control = control.clone();
+        Ok(())
     }
 
     /// Why it has failed, in its own words.

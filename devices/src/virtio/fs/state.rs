@@ -5,7 +5,7 @@ use std::fmt;
 use serde::de::{Error as _, SeqAccess, Visitor};
 use serde::{Deserialize, Deserializer, Serialize, Serializer};
 
-use super::{Fs, FsError, MAX_TAG};
+use super::{Fs, FsError, MAX_TAG, Serving};
 use crate::snapshot::{RestoreError, SaveError, Schema, Snapshot};
 
 /// Bytes, which are written as such and not one by one.
@@ -48,6 +48,13 @@ pub struct FsState {
     share: Blob,
 }
 
+impl FsState {
+    /// What the file server has saved, in its own format: `cube-fsd --describe` reads it.
+    pub fn share(&self) -> &[u8] {
+        &self.share.0
+    }
+}
+
 impl Schema for FsState {
     const KIND: &'static str = "virtio-fs";
     const VERSION: u32 = 1;
@@ -64,7 +71,11 @@ impl Snapshot for Fs {
         if let Some(what) = session.waiting() {
             return Err(refused(FsError::Busy { tag, what }));
         }
-        let server = session.server.as_ref().ok_or_else(|| refused(self.gone()))?;
+        if let Serving::Restarting(_) = session.serving {
+            let what = "its file server has ended, and is being started again".to_owned();
+            return Err(refused(FsError::Busy { tag, what }));
+        }
+        let server = session.server().ok_or_else(|| refused(self.gone()))?;
         let share = Blob(server.save().map_err(refused)?);
         Ok(FsState { tag, share })
     }
@@ -79,7 +90,7 @@ impl Snapshot for Fs {
             return Err(RestoreError::Invalid { kind: FsState::KIND, field: "tag", value });
         }
         let session = self.session.as_ref().ok_or(RestoreError::Running("virtio-fs"))?;
-        let server = session.server.as_ref().ok_or_else(|| refused(self.gone()))?;
+        let server = session.server().ok_or_else(|| refused(self.gone()))?;
         server.load(&share.0).map_err(refused)
     }
 }

@@ -1,13 +1,13 @@
 //! Carries messages from the guest's queues to the server, and answers back.
 
 use std::io;
-use std::os::fd::AsRawFd;
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
 use super::message::{Head, OUT_HEADER, destroy, error};
+use super::restart::Restart;
 use super::shadow::{MAX_REPLY, MAX_REQUEST};
-use super::{Counters, Session};
+use super::{Counters, Serving, Session};
 use crate::executor::{Flow, Handler, Interest, Sources};
 use crate::ids::Token;
 use crate::memory::Memory;
@@ -22,6 +22,8 @@ const BUDGET: usize = 64;
 const CALL: Token = Token(u32::MAX);
 /// The server is gone.
 const PEER: Token = Token(u32::MAX - 1);
+/// Another one is there, or never will be.
+const RESTARTED: Token = Token(u32::MAX - 2);
 
 /// What is remembered of a message on its way.
 pub(super) struct Owner {
@@ -57,7 +59,7 @@ impl Session {
     }
 
     fn kick(&self) {
-        if let Some(server) = &self.server
+        if let Serving::Live(server) = &self.serving
             && self.shadow.wants_kick()
         {
             server.kick.signal();
@@ -92,6 +94,9 @@ impl Worker {
 
     fn serve_queue(&mut self, index: usize) -> Result<bool, QueueFault> {
         let mut sent = false;
+        if let Serving::Restarting(_) = self.session.serving {
+            return Ok(sent);
+        }
         for _ in 0..BUDGET {
             let Some(queue) = self.queues.get_mut(index) else { return Ok(sent) };
             let Some(chain) = queue.pop()? else {
@@ -103,7 +108,7 @@ impl Worker {
             };
             let (request, room) = (chain.readable_len(), chain.writable_len().min(MAX_REPLY));
             let head = Head::read(&self.memory, &chain);
-            let answer = match (&self.session.server, head) {
+            let answer = match (self.session.server(), head) {
                 (_, None) => Some(Vec::new()),
                 (_, Some(head)) if !head.is_silent() && room < OUT_HEADER => Some(Vec::new()),
                 (_, Some(head)) if request > MAX_REQUEST => refusal(head, libc::E2BIG),
@@ -155,7 +160,7 @@ impl Worker {
 
     /// Gives the guest the answers that have come.
     fn reap(&mut self) -> Result<(), QueueFault> {
-        loop {
+        while self.session.server().is_some() {
             match self.session.shadow.answer() {
                 Ok(Some(answer)) => {
                     let Some((index, chain)) = &answer.owner.place else {
@@ -182,17 +187,36 @@ impl Worker {
         self.queues.iter_mut().try_for_each(ActiveQueue::notify)
     }
 
-    /// The server has ended, or shall: whoever waits for it gets an error, from now on at once.
+    /// The server has ended, or shall: whoever waits for it gets an error, and another one is started
+    /// in its place, unless too many have ended.
     fn lose(&mut self) -> Result<(), QueueFault> {
-        let Some(mut server) = self.session.server.take() else { return Ok(()) };
+        let Serving::Live(mut server) = std::mem::replace(&mut self.session.serving, Serving::Gone)
+        else {
+            return Ok(());
+        };
         self.counters.losses.one();
+        let answered = self.abandon();
         let end = server.end();
+        drop(server);
+        let session = &mut self.session;
+        let again = session.may_restart();
         tracing::error!(
             tag = self.tag,
             end,
-            "the file server has ended; the guest gets I/O errors"
+            again,
+            "the file server has ended; what was on its way has failed"
         );
-        drop(server);
+        if again {
+            match Restart::begin(session.config.clone(), session.journal.clone()) {
+                Ok(restart) => session.serving = Serving::Restarting(restart),
+                Err(error) => tracing::error!(tag = self.tag, %error, "no file server any more"),
+            }
+        }
+        answered
+    }
+
+    /// What is on its way has failed.
+    fn abandon(&mut self) -> Result<(), QueueFault> {
         for owner in self.session.shadow.abandon() {
             let Some((index, chain)) = owner.place else { continue };
             self.counters.failures.one();
@@ -202,13 +226,48 @@ impl Worker {
         self.queues.iter_mut().try_for_each(ActiveQueue::notify)
     }
 
+    /// Takes up the server that was started in the place of another, if it is there.
+    fn take_up(&mut self) {
+        let Serving::Restarting(restart) = &self.session.serving else { return };
+        let Some(begun) = restart.take() else { return };
+        let begun = begun.and_then(|(mut server, shadow)| {
+            let taken = server.take_over(&self.session.control);
+            taken.map_err(|source| super::FsError::Host { what: "control", source })?;
+            Ok((server, shadow))
+        });
+        match begun {
+            Ok((server, shadow)) => {
+                (self.session.serving, self.session.shadow) = (Serving::Live(server), shadow);
+                self.counters.restarts.one();
+                tracing::warn!(tag = self.tag, "another file server goes on in its place");
+            }
+            Err(error) => {
+                self.session.serving = Serving::Gone;
+                let error: &dyn std::error::Error = &error;
+                tracing::error!(
+                    tag = self.tag,
+                    error,
+                    "no file server goes on in its place; the guest gets I/O errors"
+                );
+            }
+        }
+    }
+
     /// Waits until nothing is on its way, or `patience` is over. For a worker that is not running.
     pub fn drain(&mut self, patience: Duration) {
         let end = Instant::now() + patience;
         loop {
             // A fault of the driver's was told already, or is with the next start.
             let _ = self.reap();
-            let Some(server) = &self.session.server else { return };
+            if let Serving::Restarting(restart) = &self.session.serving {
+                restart.wait(end);
+                return self.take_up();
+            }
+            let Some(server) = self.session.server() else { return };
+            if !server.is_alive() {
+                let _ = self.lose();
+                continue;
+            }
             if self.session.waiting().is_none() {
                 return;
             }
@@ -216,19 +275,55 @@ impl Worker {
             if left.is_zero() {
                 return;
             }
-            let (call, peer) = (server.call.as_raw_fd(), std::os::fd::AsFd::as_fd(server));
-            let mut polls = [
-                libc::pollfd { fd: call, events: libc::POLLIN, revents: 0 },
-                libc::pollfd { fd: peer.as_raw_fd(), events: libc::POLLRDHUP, revents: 0 },
-            ];
-            let millis = i32::try_from(left.as_millis()).unwrap_or(i32::MAX).max(1);
-            // SAFETY: two pollfds that outlive the call, with open descriptors.
-            unsafe { libc::poll(polls.as_mut_ptr(), 2, millis) };
-            server.call.clear();
-            if polls[1].revents != 0 && polls[0].revents == 0 {
+            if server.wait(left) {
                 let _ = self.reap();
                 let _ = self.lose();
-                return;
+            }
+        }
+    }
+
+    /// Watches who serves.
+    fn watch(&self, sources: &mut Sources<'_, '_>) -> io::Result<()> {
+        match &self.session.serving {
+            Serving::Live(server) => {
+                sources.add(CALL, &server.call, Interest::Read)?;
+                sources.add(PEER, server, Interest::Hangup)
+            }
+            Serving::Restarting(restart) => {
+                sources.remove(CALL);
+                sources.remove(PEER);
+                sources.add(RESTARTED, &restart.done, Interest::Read)
+            }
+            Serving::Gone => {
+                sources.remove(CALL);
+                sources.remove(PEER);
+                Ok(())
+            }
+        }
+    }
+
+    fn react(&mut self, token: Token) -> Result<(), QueueFault> {
+        match token {
+            PEER => {
+                // What it has answered before, counts.
+                self.reap()?;
+                self.lose()
+            }
+            CALL => {
+                if let Some(server) = self.session.server() {
+                    server.call.clear();
+                }
+                self.reap()
+            }
+            RESTARTED => {
+                self.take_up();
+                Ok(())
+            }
+            _ => {
+                for queue in &self.queues {
+                    queue.kick().clear();
+                }
+                Ok(())
             }
         }
     }
@@ -244,35 +339,23 @@ impl Handler for Worker {
         for (token, queue) in (0..).map(Token).zip(&self.queues) {
             sources.add(token, queue.kick(), Interest::Read)?;
         }
-        if let Some(server) = &self.session.server {
-            sources.add(CALL, &server.call, Interest::Read)?;
-            sources.add(PEER, server, Interest::Hangup)?;
-        }
-        Ok(())
+        self.watch(sources)
     }
 
     fn handle(&mut self, token: Token, sources: &mut Sources<'_, '_>) -> Flow {
-        let done = match token {
-            PEER => {
-                sources.remove(CALL);
-                sources.remove(PEER);
-                // What it has answered before, counts.
-                self.reap().and_then(|()| self.lose())
-            }
-            CALL => {
-                if let Some(server) = &self.session.server {
-                    server.call.clear();
-                }
-                self.reap()
-            }
-            _ => {
-                for queue in &self.queues {
-                    queue.kick().clear();
-                }
-                Ok(())
-            }
-        };
-        match done.and_then(|()| self.serve()) {
+        let before = std::mem::discriminant(&self.session.serving);
+        if token == RESTARTED {
+            sources.remove(RESTARTED);
+        }
+        let done = self.react(token).and_then(|()| self.serve());
+        if std::mem::discriminant(&self.session.serving) != before
+            && let Err(error) = self.watch(sources)
+        {
+            tracing::error!(tag = self.tag, %error, "the file server cannot be watched");
+            self.notifier.needs_reset();
+            return Flow::Finished;
+        }
+        match done {
             Ok(()) => Flow::Continue,
             Err(fault) => {
                 if self.counters.guest_faults.one() < LOGGED_FAULTS {

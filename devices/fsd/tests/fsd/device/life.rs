@@ -198,32 +198,6 @@ fn n2_a_request_that_is_stuck_fails_the_save_by_name_and_goes_on() {
 }
 
 #[test]
-fn k1_a_server_that_dies_costs_an_error_and_not_the_device() {
-    let share = tempdir().unwrap();
-    let mut guest = mounted(config(share.path()));
-    let meter = guest.server.meter.clone();
-    assert_eq!(metric(&*meter, "fs_server_losses_total"), 0);
-    let pid = server_of(share.path()).unwrap();
-    // SAFETY: signals to a process that this one has started.
-    assert_eq!(unsafe { libc::kill(pid, libc::SIGSTOP) }, 0);
-    let message = guest.message(3, ROOT, &[0; 16]);
-    guest.server.send(&message, 128);
-    // SAFETY: as above.
-    assert_eq!(unsafe { libc::kill(pid, libc::SIGKILL) }, 0);
-    let used = guest.server.driver.wait_used(1);
-    assert_eq!(used.len, 16);
-    assert_eq!(guest.server.reply(8)[4..], (-libc::EIO).to_le_bytes());
-    assert_eq!(guest.getattr(ROOT), Err(libc::EIO));
-    assert_eq!(metric(&*meter, "fs_server_losses_total"), 1);
-    assert!(!guest.server.driver.needs_reset());
-    guest.server.driver.pause();
-    let refused = guest.server.driver.try_save().unwrap_err().to_string();
-    assert!(refused.contains("has ended"), "{refused}");
-    guest.server.driver.resume();
-    assert_eq!(guest.getattr(ROOT), Err(libc::EIO));
-}
-
-#[test]
 fn the_server_ends_with_its_device() {
     let share = tempdir().unwrap();
     let guest = mounted(config(share.path()));
