@@ -13,6 +13,8 @@ mod balloon;
 mod cycles;
 #[path = "devices/fio.rs"]
 mod fio;
+#[path = "devices/kernel_card.rs"]
+mod kernel_card;
 #[path = "devices/link.rs"]
 mod link;
 #[path = "devices/network.rs"]
@@ -33,6 +35,7 @@ fn main() -> ExitCode {
         network::trials(),
         link::trials(),
         paths::trials(),
+        kernel_card::trials(),
         balloon::trials(),
         pmem::trials(),
         together::trials(),

@@ -11,8 +11,15 @@ use libtest_mimic::{Arguments, Trial};
 
 use crate::artifacts::{Artifact, may_skip, repository, tell_skipped};
 
-/// Seconds that a group of trials may take in the lab. Most need one minute on an idle machine.
-const LAB_TIMEOUT: &str = "900";
+/// Seconds that a bundle of trials may take in the lab. Most need three minutes on an idle machine.
+const LAB_TIMEOUT: &str = "1200";
+
+/// Trials that one lab runs: enough that its start is little of the time, few enough that the processors
+/// have something to do up to the end, and that one lab that goes down takes little with it.
+const BUNDLE: usize = 20;
+
+/// The groups that a lab runs, which is told to the program in it.
+const GROUPS_VARIABLE: &str = "CUBE_GROUPS";
 
 /// Makes the list of a module's tests, by name.
 #[macro_export]
@@ -38,8 +45,11 @@ pub fn trial(module: &str, name: &str, test: fn()) -> Trial {
 }
 
 /// Runs the trials, here or in the lab. They need `cube-vmm`, the kernel and the root image.
-pub fn run_here_or_in_lab(trials: Vec<Trial>) -> ExitCode {
+pub fn run_here_or_in_lab(mut trials: Vec<Trial>) -> ExitCode {
     let mut arguments = Arguments::from_args();
+    if let Ok(groups) = env::var(GROUPS_VARIABLE) {
+        trials.retain(|trial| groups.split(' ').any(|wanted| wanted == group(trial)));
+    }
     if arguments.list {
         return libtest_mimic::run(&arguments, trials).exit_code();
     }
@@ -66,26 +76,49 @@ const LAB_FAILED: i32 = 125;
 /// it is told. Failures of tests are never tried again.
 const LABS: u32 = 2;
 
-/// Runs each group of trials in a lab of its own, so that one that goes down takes few with it;
-/// trials that were chosen by name all in one.
+/// The module of a trial.
+fn group(trial: &Trial) -> &str {
+    trial.name().split_once("::").map_or("", |(group, _)| group)
+}
+
+/// Puts groups together for a lab each, the largest first so that none is left alone at the end.
+fn bundles(trials: &[Trial]) -> Vec<String> {
+    let mut groups: Vec<(usize, &str)> = Vec::new();
+    for trial in trials {
+        match groups.last_mut() {
+            Some((size, name)) if *name == group(trial) => *size += 1,
+            _ => groups.push((1, group(trial))),
+        }
+    }
+    let mut bundles: Vec<(usize, String)> = Vec::new();
+    for (size, name) in groups {
+        match bundles.last_mut() {
+            Some((all, names)) if *all + size <= BUNDLE => {
+                *all += size;
+                names.extend([" ", name]);
+            }
+            _ => bundles.push((size, name.to_owned())),
+        }
+    }
+    bundles.sort_by_key(|(size, _)| std::cmp::Reverse(*size));
+    bundles.into_iter().map(|(_, names)| names).collect()
+}
+
+/// Runs the groups of trials in a few labs; trials that were chosen by name all in one.
 fn in_labs(arguments: &Arguments, trials: &[Trial]) -> ExitCode {
     eprintln!("no KVM that runs Linux guests here (see cube-vmm doctor): running in the lab");
     if arguments.filter.is_some() || !arguments.skip.is_empty() {
-        return if in_lab(&[], Told::AtOnce) { ExitCode::SUCCESS } else { ExitCode::FAILURE };
+        return if in_lab(None, Told::AtOnce) { ExitCode::SUCCESS } else { ExitCode::FAILURE };
     }
-    let group =
-        |trial: &Trial| trial.name().split_once("::").map(|(group, _)| format!("{group}::"));
-    let mut groups: Vec<String> = trials.iter().filter_map(group).collect();
-    groups.dedup();
     let labs = labs_at_once();
     let told = if labs > 1 { Told::AtTheEnd } else { Told::AtOnce };
-    let (waiting, failed) = (Mutex::new(groups.into_iter()), Mutex::new(Vec::new()));
+    let (waiting, failed) = (Mutex::new(bundles(trials).into_iter()), Mutex::new(Vec::new()));
     let work = || {
         loop {
-            let Some(group) = lock(&waiting).next() else { return };
-            eprintln!("in the lab: {group}");
-            if !in_lab(std::slice::from_ref(&group), told) {
-                lock(&failed).push(group);
+            let Some(groups) = lock(&waiting).next() else { return };
+            eprintln!("in the lab: {groups}");
+            if !in_lab(Some(&groups), told) {
+                lock(&failed).push(groups);
             }
         }
     };
@@ -94,7 +127,7 @@ fn in_labs(arguments: &Arguments, trials: &[Trial]) -> ExitCode {
     if failed.is_empty() {
         return ExitCode::SUCCESS;
     }
-    eprintln!("failed: {}", failed.join(" "));
+    eprintln!("failed: {}", failed.join(", "));
     ExitCode::FAILURE
 }
 
@@ -126,7 +159,7 @@ enum Told {
 }
 
 /// Runs this again in the lab; a lab that goes down is replaced by a new one.
-fn in_lab(filter: &[String], told: Told) -> bool {
+fn in_lab(groups: Option<&str>, told: Told) -> bool {
     let lab = repository().join("tests/lab/run");
     let exe = match env::current_exe() {
         Ok(exe) => exe,
@@ -138,7 +171,7 @@ fn in_lab(filter: &[String], told: Told) -> bool {
     for attempt in 1..=LABS {
         let mut command = Command::new(&lab);
         command.args(["--timeout", LAB_TIMEOUT, "--"]).arg(&exe);
-        command.args(env::args_os().skip(1)).args(filter);
+        command.args(env::args_os().skip(1)).envs(groups.map(|groups| (GROUPS_VARIABLE, groups)));
         match ended(&mut command, told) {
             Ok(status) if status.code() == Some(LAB_FAILED) && attempt < LABS => {
                 eprintln!(

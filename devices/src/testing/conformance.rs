@@ -76,8 +76,8 @@ impl<'a> Conformance<'a> {
         self
     }
 
-    /// One in `factor` only of the resets and of the damaged records, which are a thousand or more
-    /// of each: for a device that is slow to make and to start.
+    /// One in `factor` only of the resets, of the damaged records, which are a thousand or more of
+    /// each, and of the storms on its rings: for a device that is slow to make and to start.
     pub fn thinned(mut self, factor: usize) -> Self {
         self.thinned = factor;
         self
@@ -94,6 +94,11 @@ impl<'a> Conformance<'a> {
             lines::check(self);
             counts::check(self);
         }
+    }
+
+    /// How many of `all` are left when it is thinned, and at least `least`.
+    fn some_of(&self, all: u16, least: u16) -> u16 {
+        (usize::from(all) / self.thinned).max(usize::from(least)).min(usize::from(all)) as u16
     }
 
     fn kind(&self) -> Kind {

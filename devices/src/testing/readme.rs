@@ -23,7 +23,8 @@ fn has_trial(path: &Path, name: &str) -> bool {
     let text = fs::read_to_string(path).unwrap_or_default();
     let (head, listed) = (format!("fn {name}()"), format!("{name},"));
     let starts = |what: &str| text.lines().any(|line| line.trim_start().starts_with(what));
-    starts(&head) && starts(&listed)
+    let alone = format!("trials![{name}]");
+    starts(&head) && (starts(&listed) || text.contains(&alone))
 }
 
 /// True if the file at `path` has a test called `name`.
