@@ -235,7 +235,8 @@ fn check_handles(mount: &Mount, read_only: bool) -> Result<(), GateError> {
             return Err(GateError::HandleNode { id, node });
         }
         let mode = flags & libc::O_ACCMODE as u32;
-        if flags & !OPEN_FLAGS != 0 || mode == libc::O_ACCMODE as u32 {
+        // Linux knows a fourth mode, which can be opened, and neither read nor written.
+        if flags & !OPEN_FLAGS != 0 {
             return Err(GateError::Flags { id, flags });
         }
         if read_only && mode != libc::O_RDONLY as u32 {

@@ -300,6 +300,19 @@ fn m1_a_write_only_file_is_read_for_the_sake_of_a_write_back() {
 }
 
 #[test]
+fn m6_a_file_that_can_neither_be_read_nor_written_stays_open() {
+    let share = tempdir().unwrap();
+    let mut guest = mounted(share.path());
+    let (node, made) = guest.create(ROOT, "f", BOTH).unwrap();
+    guest.release(node, made).unwrap();
+    // What Linux opens with both bits of the mode set is for ioctl alone.
+    let handle = guest.open(node, libc::O_ACCMODE).unwrap();
+    let (mut guest, report) = restored(guest, share.path());
+    assert_eq!((report.handles, guest.read(node, handle, 0, 1)), (1, Err(libc::EBADF)));
+    assert_eq!(guest.release(node, handle), Ok(()));
+}
+
+#[test]
 fn m2_a_delayed_write_to_a_file_for_appending_lands_where_it_belongs() {
     let share = tempdir().unwrap();
     let settings = Settings { writeback: true, ..Settings::default() };

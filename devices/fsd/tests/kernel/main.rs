@@ -18,6 +18,7 @@ mod helper;
 #[path = "../fsd/local.rs"]
 mod local;
 mod mounted;
+mod posix;
 mod scenarios;
 
 use std::process::ExitCode;
@@ -41,7 +42,11 @@ fn main() -> ExitCode {
         eprintln!("/dev/fuse: {error} (be root, or do without these tests: CUBE_ALLOW_SKIP=fuse)");
         return ExitCode::FAILURE;
     }
-    let trials = scenarios::all().into_iter().map(|(name, test)| {
+    let mut all = scenarios::all();
+    if env::var_os("CUBE_PJDFSTEST").is_some() {
+        all.push(("pjdfstest_fails_where_the_file_system_below_does", posix::pjdfstest));
+    }
+    let trials = all.into_iter().map(|(name, test)| {
         Trial::test(name, move || {
             test();
             Ok(())
