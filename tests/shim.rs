@@ -11,6 +11,8 @@ use std::process::ExitCode;
 mod battery;
 #[path = "shim/copies.rs"]
 mod copies;
+#[path = "shim/cri.rs"]
+mod cri;
 #[path = "shim/cuts.rs"]
 mod cuts;
 #[path = "shim/endings.rs"]
@@ -19,7 +21,13 @@ mod endings;
 mod sleep;
 
 fn main() -> ExitCode {
-    let modules =
-        [battery::trials(), endings::trials(), sleep::trials(), copies::trials(), cuts::trials()];
+    let modules = [
+        battery::trials(),
+        cri::trials(),
+        endings::trials(),
+        sleep::trials(),
+        copies::trials(),
+        cuts::trials(),
+    ];
     harness::lab::run_here_or_in_lab(modules.into_iter().flatten().collect())
 }

@@ -19,6 +19,8 @@ pub enum Artifact {
     Shim,
     /// The root image with `cube-oci`. `CUBE_CONTAINER_INITRD` names another.
     ContainerInitrd,
+    /// `crictl`. `CUBE_CRICTL` names another.
+    Crictl,
     /// A distribution's kernel, a bzImage with modules.
     StockKernel,
     /// The root image that loads the modules of [`Artifact::StockKernel`].
@@ -34,6 +36,7 @@ impl Artifact {
             Self::Initrd => "initrd",
             Self::Shim => "containerd-shim-cube-v2",
             Self::ContainerInitrd => "container-initrd",
+            Self::Crictl => "crictl",
             Self::StockKernel | Self::StockInitrd => "stock-kernel",
         }
     }
@@ -50,6 +53,7 @@ impl Artifact {
             Self::ContainerInitrd => {
                 given("CUBE_CONTAINER_INITRD").unwrap_or_else(|| beside_vmm("container.cpio"))
             }
+            Self::Crictl => given("CUBE_CRICTL").unwrap_or_else(|| go_tool("crictl")),
             Self::StockKernel => cache().join("stock/vmlinuz"),
             Self::StockInitrd => cache().join("stock/initrd.cpio"),
         }
@@ -62,6 +66,7 @@ impl Artifact {
             Self::Initrd => "rootfs/build.sh",
             Self::ContainerInitrd => "rootfs/build.sh --containers",
             Self::Shim => "cargo build --release -p containerd-shim-cube",
+            Self::Crictl => "tests/harness/go-tool crictl",
             Self::StockKernel | Self::StockInitrd => "tests/harness/stock-kernel",
         }
     }
@@ -108,6 +113,11 @@ fn built_vmm() -> PathBuf {
 fn beside_vmm(name: &str) -> PathBuf {
     let vmm = Artifact::Vmm.path();
     vmm.ancestors().nth(2).unwrap_or(&vmm).join("guest").join(name)
+}
+
+/// What `go-tool` has built last, by its link.
+fn go_tool(name: &str) -> PathBuf {
+    cache().join("go").join(name).join(name)
 }
 
 fn cache() -> PathBuf {

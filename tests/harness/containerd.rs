@@ -9,7 +9,7 @@ use std::time::{Duration, Instant};
 use tempfile::TempDir;
 
 use crate::artifacts::{Artifact, text};
-use crate::{eventually, oci_image};
+use crate::{cri, eventually, oci_image};
 
 /// The runtime under test.
 pub const CUBE: &str = "io.containerd.cube.v2";
@@ -24,7 +24,16 @@ pub struct Containerd {
     daemon: Child,
 }
 
-/// How a call of `ctr` has ended.
+/// Whom a containerd serves.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Serves {
+    /// `ctr` only.
+    Ctr,
+    /// Kubernetes, too: see [`crate::cri`].
+    Cri,
+}
+
+/// How a call of a client has ended.
 #[derive(Debug)]
 #[expect(missing_docs, reason = "the names say it")]
 pub struct Said {
@@ -34,6 +43,33 @@ pub struct Said {
 }
 
 impl Said {
+    /// Runs a command with this input to its end. One that takes too long is killed.
+    #[track_caller]
+    pub fn of(mut command: Command, input: &[u8]) -> Self {
+        command.stdin(Stdio::piped()).stdout(Stdio::piped()).stderr(Stdio::piped());
+        let mut child = command.spawn().unwrap();
+        let mut stdin = child.stdin.take().unwrap();
+        let (input, pid) = (input.to_vec(), child.id());
+        // Some commands end without having read it.
+        std::thread::spawn(move || drop(std::io::Write::write_all(&mut stdin, &input)));
+        let (done, ended) = std::sync::mpsc::channel::<()>();
+        // ctr passes a request to end on to its task: only this ends it for sure.
+        let watch = std::thread::spawn(move || {
+            if ended.recv_timeout(PATIENCE) == Err(std::sync::mpsc::RecvTimeoutError::Timeout) {
+                let pid = nix::unistd::Pid::from_raw(i32::try_from(pid).unwrap());
+                let _ = nix::sys::signal::kill(pid, nix::sys::signal::Signal::SIGKILL);
+            }
+        });
+        let output = child.wait_with_output().unwrap();
+        drop(done);
+        watch.join().unwrap();
+        Self {
+            code: output.status.code().unwrap_or(-1),
+            stdout: String::from_utf8_lossy(&output.stdout).into_owned(),
+            stderr: String::from_utf8_lossy(&output.stderr).into_owned(),
+        }
+    }
+
     /// What it printed, if it ended with this code.
     #[track_caller]
     pub fn output(&self, code: i32) -> &str {
@@ -49,8 +85,13 @@ impl Default for Containerd {
 }
 
 impl Containerd {
-    /// Starts one, with the image of [`oci_image`] in it.
+    /// Starts one, with the images of [`oci_image`] in it.
     pub fn start() -> Self {
+        Self::start_with(Serves::Ctr, "default")
+    }
+
+    /// Starts one that serves that, with the images of [`oci_image`] in this namespace.
+    pub fn start_with(serves: Serves, namespace: &str) -> Self {
         // Overlay needs a file system that can be an upper one.
         let scratch =
             std::env::var_os("LAB_SCRATCH").map_or_else(std::env::temp_dir, PathBuf::from);
@@ -58,12 +99,12 @@ impl Containerd {
         fs::create_dir(folder.path().join("bin")).unwrap();
         let shim = folder.path().join("bin/containerd-shim-cube-v2");
         std::os::unix::fs::symlink(Artifact::Shim.arg(), shim).unwrap();
-        write_settings(folder.path());
+        write_settings(folder.path(), serves);
         let daemon = start(folder.path());
         let this = Self { folder, daemon };
         this.serves();
-        let archive = oci_image::busybox(&this.made("image"));
-        this.ctr(["images", "import", &text(&archive)]).output(0);
+        let archive = oci_image::archive(&this.made("image"));
+        this.ctr(["-n", namespace, "images", "import", &text(&archive)]).output(0);
         this
     }
 
@@ -85,7 +126,7 @@ impl Containerd {
     /// The command line of a call of `ctr`.
     pub fn command<'a>(&self, words: impl IntoIterator<Item = &'a str>) -> Command {
         let mut command = Command::new("ctr");
-        command.arg("--address").arg(self.folder.path().join("containerd.sock")).args(words);
+        command.arg("--address").arg(self.socket()).args(words);
         command
     }
 
@@ -98,29 +139,7 @@ impl Containerd {
     /// Calls `ctr` with this input.
     #[track_caller]
     pub fn ctr_with<'a>(&self, input: &[u8], words: impl IntoIterator<Item = &'a str>) -> Said {
-        let mut command = self.command(words);
-        command.stdin(Stdio::piped()).stdout(Stdio::piped()).stderr(Stdio::piped());
-        let mut child = command.spawn().unwrap();
-        let mut stdin = child.stdin.take().unwrap();
-        let (input, pid) = (input.to_vec(), child.id());
-        // Some commands end without having read it.
-        std::thread::spawn(move || drop(std::io::Write::write_all(&mut stdin, &input)));
-        let (done, ended) = std::sync::mpsc::channel::<()>();
-        // ctr passes a request to end on to its task: only this ends it for sure.
-        let watch = std::thread::spawn(move || {
-            if ended.recv_timeout(PATIENCE) == Err(std::sync::mpsc::RecvTimeoutError::Timeout) {
-                let pid = nix::unistd::Pid::from_raw(i32::try_from(pid).unwrap());
-                let _ = nix::sys::signal::kill(pid, nix::sys::signal::Signal::SIGKILL);
-            }
-        });
-        let output = child.wait_with_output().unwrap();
-        drop(done);
-        watch.join().unwrap();
-        Said {
-            code: output.status.code().unwrap_or(-1),
-            stdout: String::from_utf8_lossy(&output.stdout).into_owned(),
-            stderr: String::from_utf8_lossy(&output.stderr).into_owned(),
-        }
+        Said::of(self.command(words), input)
     }
 
     /// Runs a container with that runtime to its end.
@@ -172,6 +191,16 @@ impl Containerd {
     pub fn start_daemon(&mut self) {
         self.daemon = start(self.folder.path());
         self.serves();
+    }
+
+    /// Its socket.
+    pub fn socket(&self) -> PathBuf {
+        self.folder.path().join("containerd.sock")
+    }
+
+    /// Its process.
+    pub fn pid(&self) -> u32 {
+        self.daemon.id()
     }
 
     /// What containerd has logged.
@@ -243,19 +272,21 @@ pub fn processes(names: &[&str]) -> Vec<String> {
     found
 }
 
-fn write_settings(folder: &Path) {
+fn write_settings(folder: &Path, serves: Serves) {
     let path = |name: &str| text(&folder.join(name));
+    let (first, last, memory_mib) = match serves {
+        Serves::Ctr => ("disabled_plugins = [\"io.containerd.grpc.v1.cri\"]\n", String::new(), 192),
+        Serves::Cri => ("", cri::settings(folder), 448),
+    };
     let containerd = format!(
-        "version = 2\nroot = {:?}\nstate = {:?}\n\
-         disabled_plugins = [\"io.containerd.grpc.v1.cri\"]\n\
-         [grpc]\n  address = {:?}\n",
+        "version = 2\nroot = {:?}\nstate = {:?}\n{first}[grpc]\n  address = {:?}\n{last}",
         path("root"),
         path("state"),
         path("containerd.sock"),
     );
     fs::write(folder.join("containerd.toml"), containerd).unwrap();
     let cube = format!(
-        "vmm = {:?}\nkernel = {:?}\ninitrd = {:?}\nmemory_mib = 192\nboot_timeout_s = 120\n\
+        "vmm = {:?}\nkernel = {:?}\ninitrd = {:?}\nmemory_mib = {memory_mib}\nboot_timeout_s = 120\n\
          pause_dir = {:?}\nannotation_dirs = [{:?}]\n",
         Artifact::Vmm.arg(),
         Artifact::Kernel.arg(),

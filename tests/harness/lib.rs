@@ -16,7 +16,8 @@
 //! | [`image`] | kernels of a few bytes, disk and root images |
 //! | [`tools`] | programs of the host, with their libraries, for a guest |
 //! | [`containerd`] | a containerd with the shim under test, and `ctr` |
-//! | [`oci_image`] | a container image of a busybox |
+//! | [`cri`] | a containerd that serves Kubernetes, with a network for pods, and `crictl` |
+//! | [`oci_image`] | container images of a busybox |
 //! | [`artifacts`] | where the things under test are, and what to say when they are missing |
 //! | [`lab`] | the main function of tests that need real guests: here, or in the lab |
 //!
@@ -29,6 +30,7 @@ pub mod call;
 pub mod census;
 pub mod containerd;
 pub mod counter;
+pub mod cri;
 pub mod filesystem;
 pub mod guest;
 pub mod image;

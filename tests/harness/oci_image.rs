@@ -1,5 +1,5 @@
-//! A container image of nothing but a static busybox, as an archive that containerd imports. Made
-//! of files that are the same each time, so it has the same digest.
+//! Container images of nothing but a static busybox, in an archive that containerd imports. Made
+//! of files that are the same each time, so they have the same digests.
 
 use std::fs;
 use std::path::{Path, PathBuf};
@@ -9,11 +9,13 @@ use serde_json::{Value, json};
 
 use crate::artifacts::text;
 
-/// The name under which it is imported.
+/// The name of the image that runs a shell.
 pub const NAME: &str = "localhost/cube-test/busybox:1";
+/// The name of the image that does nothing, for a pod's sandbox.
+pub const PAUSE: &str = "localhost/cube-test/pause:1";
 
 /// Makes the archive in `folder` and gives its path.
-pub fn busybox(folder: &Path) -> PathBuf {
+pub fn archive(folder: &Path) -> PathBuf {
     let root = folder.join("root");
     lay_out(&root);
     let image = folder.join("image");
@@ -24,34 +26,47 @@ pub fn busybox(folder: &Path) -> PathBuf {
     let layer_size = fs::metadata(&layer).unwrap().len();
     let layer_digest = digest(&layer);
     fs::rename(&layer, blobs.join(&layer_digest)).unwrap();
-    let config = json!({
-        "architecture": "amd64",
-        "os": "linux",
-        "config": {
-            "Env": ["PATH=/bin:/usr/bin:/sbin", "IMAGE=busybox"],
-            "Cmd": ["sh"],
-        },
-        "rootfs": {"type": "layers", "diff_ids": [format!("sha256:{layer_digest}")]},
+    let layer = json!({
+        "mediaType": media("layer.v1.tar"),
+        "digest": format!("sha256:{layer_digest}"),
+        "size": layer_size,
     });
-    let media = |kind: &str| format!("application/vnd.oci.image.{kind}");
-    let manifest = json!({
-        "schemaVersion": 2,
-        "mediaType": media("manifest.v1+json"),
-        "config": blob(&blobs, &config, &media("config.v1+json")),
-        "layers": [{
-            "mediaType": media("layer.v1.tar"),
-            "digest": format!("sha256:{layer_digest}"),
-            "size": layer_size,
-        }],
-    });
-    let mut described = blob(&blobs, &manifest, &media("manifest.v1+json"));
-    described["annotations"] = json!({"io.containerd.image.name": NAME});
-    let index = json!({"schemaVersion": 2, "manifests": [described]});
+    let manifests = [
+        manifest(&blobs, &layer, NAME, &json!(["sh"])),
+        manifest(&blobs, &layer, PAUSE, &json!(["sleep", "2147483647"])),
+    ];
+    let index = json!({"schemaVersion": 2, "manifests": manifests});
     fs::write(image.join("index.json"), index.to_string()).unwrap();
     fs::write(image.join("oci-layout"), r#"{"imageLayoutVersion":"1.0.0"}"#).unwrap();
     let archive = folder.join("image.tar");
     tar(&image, &archive);
     archive
+}
+
+fn media(kind: &str) -> String {
+    format!("application/vnd.oci.image.{kind}")
+}
+
+/// An image of one layer, described for an index.
+fn manifest(blobs: &Path, layer: &Value, name: &str, command: &Value) -> Value {
+    let config = json!({
+        "architecture": "amd64",
+        "os": "linux",
+        "config": {
+            "Env": ["PATH=/bin:/usr/bin:/sbin", "IMAGE=busybox"],
+            "Cmd": command,
+        },
+        "rootfs": {"type": "layers", "diff_ids": [layer["digest"]]},
+    });
+    let manifest = json!({
+        "schemaVersion": 2,
+        "mediaType": media("manifest.v1+json"),
+        "config": blob(blobs, &config, &media("config.v1+json")),
+        "layers": [layer],
+    });
+    let mut described = blob(blobs, &manifest, &media("manifest.v1+json"));
+    described["annotations"] = json!({"io.containerd.image.name": name});
+    described
 }
 
 fn lay_out(root: &Path) {

@@ -18,7 +18,7 @@ pub fn trials() -> Vec<Trial> {
 }
 
 /// Kills the only process of that name.
-fn kill(name: &str) {
+pub fn kill(name: &str) {
     let found = processes(&[name]);
     assert_eq!(found.len(), 1, "{found:?}");
     let pid = found[0].trim_start_matches("/proc/").split(' ').next().unwrap().parse().unwrap();
