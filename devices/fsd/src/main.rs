@@ -12,7 +12,7 @@ use clap::Parser;
 use cube_fsd::identity::look;
 use cube_fsd::journal::Journal;
 use cube_fsd::service::{Service, Status};
-use cube_fsd::share::{Cache, Policy, Settings};
+use cube_fsd::share::{Cache, IdRange, Policy, Settings};
 use cube_fsd::state::ShareIdentity;
 use cube_fsd::tracked::{Core, Tracked};
 use cube_fsd::{jail, session};
@@ -58,6 +58,12 @@ struct Options {
     /// POSIX access control lists
     #[arg(long)]
     acl: bool,
+    /// Users of the guest that are others on the host
+    #[arg(long, value_name = "GUEST:HOST:COUNT")]
+    uid_map: Option<IdRange>,
+    /// Groups of the guest that are others on the host
+    #[arg(long, value_name = "GUEST:HOST:COUNT")]
+    gid_map: Option<IdRange>,
     /// What is done at a restore about files that have changed
     #[arg(long, value_enum, default_value_t = Policy::Tolerant)]
     policy: Policy,
@@ -68,8 +74,8 @@ struct Options {
 
 impl Options {
     fn settings(&self) -> Settings {
-        let &Self { read_only, cache, writeback, xattr, acl, .. } = self;
-        Settings { read_only, cache, writeback, xattr, acl }
+        let &Self { read_only, cache, writeback, xattr, acl, uid_map, gid_map, .. } = self;
+        Settings { read_only, cache, writeback, xattr, acl, uid_map, gid_map }
     }
 }
 
@@ -107,6 +113,11 @@ fn run(options: &Options, vhost: UnixStream, control: &UnixStream) -> Result<(),
     let path = options.path.display();
     let named = |error: std::io::Error| format!("directory {path} cannot be served: {error}");
     let share = identify(options).map_err(named)?;
+    // SAFETY: takes nothing.
+    let root = unsafe { libc::geteuid() } == 0;
+    if !root && (options.uid_map.is_some() || options.gid_map.is_some()) {
+        return Err("uid_map and gid_map take the rights of several users; be root".to_owned());
+    }
     let (root, inside) = if options.no_jail {
         let root = options.path.canonicalize().map_err(named)?;
         (root.display().to_string(), None)

@@ -1,4 +1,4 @@
-//! The saved form of a share, version 1.
+//! The saved form of a share, version 2. Version 1 had no maps of ids.
 //!
 //! ```text
 //! "CUBEVFS\0" | version u32 | payload length u64 | payload | SHA-256 of all before it
@@ -13,10 +13,12 @@ pub mod gate;
 use serde::{Deserialize, Serialize};
 use sha2::{Digest, Sha256};
 
-use crate::share::Settings;
+use crate::share::{Cache, Settings};
 
 const MAGIC: &[u8; 8] = b"CUBEVFS\0";
-const VERSION: u32 = 1;
+const VERSION: u32 = 2;
+/// The oldest one that can be read.
+const FIRST: u32 = 1;
 const HEAD: usize = 8 + 4 + 8;
 const SUM: usize = 32;
 
@@ -38,6 +40,31 @@ pub struct State {
     pub settings: Settings,
     /// The mount; without it there is nothing else.
     pub mount: Option<Mount>,
+}
+
+/// What version 1 had of it.
+#[derive(Debug, Serialize, Deserialize)]
+struct StateV1 {
+    share: ShareIdentity,
+    settings: SettingsV1,
+    mount: Option<Mount>,
+}
+
+#[derive(Debug, Serialize, Deserialize)]
+struct SettingsV1 {
+    read_only: bool,
+    cache: Cache,
+    writeback: bool,
+    xattr: bool,
+    acl: bool,
+}
+
+impl From<StateV1> for State {
+    fn from(StateV1 { share, settings, mount }: StateV1) -> Self {
+        let SettingsV1 { read_only, cache, writeback, xattr, acl } = settings;
+        let settings = Settings { read_only, cache, writeback, xattr, acl, ..Settings::default() };
+        Self { share, settings, mount }
+    }
 }
 
 /// Which directory a share is.
@@ -135,7 +162,9 @@ pub enum StateError {
     Long(usize),
     #[error("it is not a state of a share")]
     Magic,
-    #[error("it has version {0} of the format, and this release reads version {VERSION}")]
+    #[error(
+        "it has version {0} of the format, and this release reads versions {FIRST} to {VERSION}"
+    )]
     Version(u32),
     #[error("it says that it has {said} bytes, and has {has}")]
     Length { said: u64, has: usize },
@@ -177,9 +206,9 @@ impl State {
             return Err(StateError::Magic);
         }
         let (version, said) = numbers.split_first_chunk().ok_or_else(short)?;
-        match u32::from_le_bytes(*version) {
-            VERSION => {}
-            version => return Err(StateError::Version(version)),
+        let version = u32::from_le_bytes(*version);
+        if !(FIRST..=VERSION).contains(&version) {
+            return Err(StateError::Version(version));
         }
         let said = u64::from_le_bytes(*said.first_chunk().ok_or_else(short)?);
         let has = rest.len().checked_sub(SUM).ok_or_else(short)?;
@@ -191,7 +220,13 @@ impl State {
             return Err(StateError::Damaged);
         }
         let payload = rest.get(..has).unwrap_or_default();
-        let (state, left): (Self, _) = postcard::take_from_bytes(payload)?;
+        let (state, left): (Self, _) = match version {
+            FIRST => {
+                let (state, left) = postcard::take_from_bytes::<StateV1>(payload)?;
+                (state.into(), left)
+            }
+            _ => postcard::take_from_bytes(payload)?,
+        };
         gate::check(&state, left.len())?;
         Ok(state)
     }

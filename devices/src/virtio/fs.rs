@@ -10,6 +10,7 @@
 //! mapping of a snapshot, a pause knows exactly what it waits for, and the end of the server costs the
 //! guest an I/O error.
 
+mod ids;
 mod message;
 mod restart;
 mod server;
@@ -25,6 +26,7 @@ use std::time::{Duration, Instant};
 
 use serde::{Deserialize, Serialize};
 
+pub use self::ids::{IdError, IdRange};
 use self::restart::Restart;
 pub use self::server::PATIENCE;
 use self::server::{Control, Server};
@@ -94,6 +96,10 @@ pub struct FsConfig {
     pub xattr: bool,
     /// POSIX access control lists.
     pub acl: bool,
+    /// Users of the guest that are others on the host.
+    pub uid_map: Option<IdRange>,
+    /// Groups of the guest that are others on the host.
+    pub gid_map: Option<IdRange>,
     /// For a restore.
     pub policy: Policy,
     /// How long a pause waits for requests that are on their way.
@@ -114,6 +120,8 @@ impl FsConfig {
             writeback: false,
             xattr: false,
             acl: false,
+            uid_map: None,
+            gid_map: None,
             policy: Policy::default(),
             drain: Duration::from_secs(5),
             unjailed: false,

@@ -3,7 +3,7 @@
 use std::path::PathBuf;
 use std::str::FromStr;
 
-use devices::virtio::fs::{Cache, FsConfig, MAX_TAG, Policy};
+use devices::virtio::fs::{Cache, FsConfig, IdError, IdRange, MAX_TAG, Policy};
 use serde::{Deserialize, Serialize};
 
 use super::ConfigError;
@@ -35,6 +35,12 @@ pub struct ShareConfig {
     /// POSIX access control lists.
     #[serde(default)]
     pub acl: bool,
+    /// Users of the guest that are others on the host.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub uid_map: Option<IdRange>,
+    /// Groups of the guest that are others on the host.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub gid_map: Option<IdRange>,
     /// What a restore does about files that have changed. Of that restore alone, not kept.
     #[serde(skip)]
     pub policy: Policy,
@@ -46,7 +52,8 @@ pub struct ShareConfig {
 pub enum ShareError {
     #[error(
         "share option {0:?} is not known; use tag=TAG,path=DIR[,id=NAME][,ro]\
-         [,cache=none|auto|always][,writeback][,xattr][,acl]"
+         [,cache=none|auto|always][,writeback][,xattr][,acl]\
+         [,uid_map=GUEST:HOST:COUNT][,gid_map=GUEST:HOST:COUNT]"
     )]
     Option(String),
     #[error("share option {0:?} is given twice; leave one out")]
@@ -61,6 +68,8 @@ pub enum ShareError {
     NotAllowed { tag: String, path: PathBuf },
     #[error("cache {0:?} is not known; use none, auto or always")]
     Cache(String),
+    #[error(transparent)]
+    Ids(#[from] IdError),
     #[error("policy {0:?} is not known; use strict, tolerant, remap or copy")]
     Policy(String),
 }
@@ -72,6 +81,10 @@ fn cache(text: &str) -> Result<Cache, ShareError> {
         "always" => Cache::Always,
         _ => return Err(ShareError::Cache(text.to_owned())),
     })
+}
+
+fn ids(text: &str) -> Result<IdRange, ShareError> {
+    Ok(text.parse()?)
 }
 
 /// Reads one of the policies of a restore.
@@ -114,6 +127,8 @@ impl ShareConfig {
             writeback: self.writeback,
             xattr: self.xattr,
             acl: self.acl,
+            uid_map: self.uid_map,
+            gid_map: self.gid_map,
             policy: self.policy,
             ..FsConfig::new(program, &self.tag, path)
         }
@@ -134,6 +149,8 @@ impl FromStr for ShareConfig {
             writeback: false,
             xattr: false,
             acl: false,
+            uid_map: None,
+            gid_map: None,
             policy: Policy::default(),
         };
         let mut seen = Vec::new();
@@ -148,6 +165,8 @@ impl FromStr for ShareConfig {
                 ("path", false) => share.path = value.into(),
                 ("id", _) => share.id = checked_id(value)?,
                 ("cache", _) => share.cache = cache(value)?,
+                ("uid_map", _) => share.uid_map = Some(ids(value)?),
+                ("gid_map", _) => share.gid_map = Some(ids(value)?),
                 _ if option == "ro" => share.read_only = true,
                 _ if option == "writeback" => share.writeback = true,
                 _ if option == "xattr" => share.xattr = true,
@@ -169,7 +188,8 @@ mod tests {
 
     #[test]
     fn shares_are_read_from_options() {
-        let share: ShareConfig = "tag=work,path=/a,ro,cache=always,id=w,xattr".parse().unwrap();
+        let share: ShareConfig =
+            "tag=work,path=/a,ro,cache=always,id=w,xattr,gid_map=0:5:1".parse().unwrap();
         assert_eq!((share.tag.as_str(), share.id.as_str()), ("work", "w"));
         assert!(share.read_only && share.xattr && !share.acl && !share.writeback);
         assert_eq!((share.path.to_str(), share.cache), (Some("/a"), Cache::Always));
@@ -210,6 +230,7 @@ mod tests {
             ("tag=a,path=/a,ro=1", "\"ro=1\" is not known"),
             ("tag=a,path=/a,tag=b", "given twice"),
             ("tag=a,path=/a,cache=fast", "none, auto or always"),
+            ("tag=a,path=/a,uid_map=1:2", "GUEST:HOST:COUNT"),
             ("tag=a,path=/a,id=b/c", "1 to 20 letters"),
             ("tag=a\tb,path=/a", "is not usable"),
             (&long, "is not usable"),

@@ -48,6 +48,17 @@ fn a_state_comes_back_equal() {
 }
 
 #[test]
+fn the_first_version_is_read_and_saved_as_this_one() {
+    let State { share, settings, mount } = example();
+    let Settings { read_only, cache, writeback, xattr, acl, .. } = settings;
+    let settings = SettingsV1 { read_only, cache, writeback, xattr, acl };
+    let old = postcard::to_allocvec(&StateV1 { share, settings, mount }).unwrap();
+    let state = State::parse(&sealed(FIRST, &old)).unwrap();
+    assert_eq!(state, example());
+    assert!(State::parse(&sealed(VERSION, &old)).is_err());
+}
+
+#[test]
 fn q1_every_truncation_is_refused() {
     let bytes = example().to_bytes().unwrap();
     for len in 0..bytes.len() {
@@ -80,7 +91,7 @@ fn sealed(version: u32, payload: &[u8]) -> Vec<u8> {
 fn q2_other_formats_versions_and_lengths_are_told_apart() {
     let payload = postcard::to_allocvec(&example()).unwrap();
     assert!(State::parse(&sealed(VERSION, &payload)).is_ok());
-    assert!(matches!(State::parse(&sealed(2, &payload)), Err(StateError::Version(2))));
+    assert!(matches!(State::parse(&sealed(3, &payload)), Err(StateError::Version(3))));
     let mut other = sealed(VERSION, &payload);
     other[0] ^= 1;
     assert!(matches!(State::parse(&other), Err(StateError::Magic)));

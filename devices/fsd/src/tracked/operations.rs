@@ -35,6 +35,14 @@ fn is_device(mode: u32, rdev: u32) -> bool {
     }
 }
 
+/// The library refuses an id that the map does not have without a number for the guest.
+fn numbered(error: io::Error) -> io::Error {
+    match (error.raw_os_error(), error.kind()) {
+        (None, io::ErrorKind::PermissionDenied) => errno(libc::EPERM),
+        _ => error,
+    }
+}
+
 impl<F: Core> Tracked<F> {
     /// Makes something in a directory with `make`, which gets the library's number of that.
     fn made(
@@ -45,7 +53,7 @@ impl<F: Core> Tracked<F> {
     ) -> io::Result<Entry> {
         legal(name)?;
         let mut inside = self.inside();
-        let entry = make(self.hold(&mut inside, parent)?)?;
+        let entry = make(self.hold(&mut inside, parent)?).map_err(numbered)?;
         self.adopt(&mut inside, parent, name, entry)
     }
 
@@ -167,7 +175,7 @@ impl<F: Core> FileSystem for Tracked<F> {
                 None => (self.hold(&mut inside, inode)?, None),
             }
         };
-        self.core().setattr(ctx, inner, attr, handle, valid)
+        self.core().setattr(ctx, inner, attr, handle, valid).map_err(numbered)
     }
 
     fn readlink(&self, ctx: Context, inode: u64) -> io::Result<Vec<u8>> {
@@ -275,8 +283,9 @@ impl<F: Core> FileSystem for Tracked<F> {
         legal(name)?;
         let mut inside = self.inside();
         let inner = self.hold(&mut inside, parent)?;
-        let (entry, handle, options) =
-            self.core().create(ctx, inner, name, mode, kill_priv, flags, umask, extensions)?;
+        let core = self.core();
+        let made = core.create(ctx, inner, name, mode, kill_priv, flags, umask, extensions);
+        let (entry, handle, options) = made.map_err(numbered)?;
         let entry = self.adopt(&mut inside, parent, name, entry)?;
         let handle = Handle { node: entry.inode, inner: handle, directory: false, flags };
         let handle = inside.table.open(handle);

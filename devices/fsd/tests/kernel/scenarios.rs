@@ -3,7 +3,7 @@
 use std::fs::{self, File, OpenOptions};
 use std::io::{Read, Seek, Write};
 use std::os::fd::AsRawFd;
-use std::os::unix::fs::{FileExt, MetadataExt};
+use std::os::unix::fs::{FileExt, MetadataExt, chown};
 
 use cube_fsd::share::{Cache, Policy, Settings};
 
@@ -22,6 +22,7 @@ pub fn all() -> Vec<Test> {
         ("f1_a_directory_that_is_half_read_is_read_to_its_end", f1_directory),
         ("k1_locks_are_held_until_their_file_is_closed", k1_locks),
         ("l1_l2_mappings_keep_what_was_read_and_fail_for_the_rest", l2_mappings),
+        ("s3_ids_of_a_guest_are_others_on_the_host_before_and_after", s3_ids),
         ("m1_m5_what_was_not_written_yet_is_written_after_a_restore", m5_write_back),
     ]
 }
@@ -164,4 +165,32 @@ fn m5_write_back() {
     expected[5000..5004].copy_from_slice(b"late");
     assert!(fs::read(mounted.share().join("f")).unwrap() == expected);
     assert_eq!(fs::read(mounted.share().join("log")).unwrap(), b"one two");
+}
+
+fn s3_ids() {
+    let map = || "0:100000:1000".parse().ok();
+    let settings = Settings { uid_map: map(), gid_map: map(), ..Settings::default() };
+    let mounted = Mounted::new(settings);
+    chown(mounted.share(), Some(100_000), Some(100_000)).unwrap();
+    fs::write(mounted.share().join("foreign"), "").unwrap();
+    fs::write(mounted.at("f"), "x").unwrap();
+    chown(mounted.at("f"), Some(7), Some(8)).unwrap();
+    fs::create_dir(mounted.at("d")).unwrap();
+    let owner = |path: &std::path::Path| {
+        let seen = fs::metadata(path).unwrap();
+        (seen.uid(), seen.gid())
+    };
+    let all = || {
+        let names = ["f", "d", "foreign"];
+        names.map(|name| (owner(&mounted.at(name)), owner(&mounted.share().join(name))))
+    };
+    let nobody = (65_534, 65_534);
+    let expected = [((7, 8), (100_007, 100_008)), ((0, 0), (100_000, 100_000)), (nobody, (0, 0))];
+    assert_eq!(all(), expected);
+    let refused = chown(mounted.at("f"), Some(1000), None).unwrap_err();
+    assert_eq!(refused.raw_os_error(), Some(libc::EPERM));
+    mounted.restored(|| ());
+    assert_eq!(all(), expected);
+    chown(mounted.at("d"), Some(9), None).unwrap();
+    assert_eq!(owner(&mounted.share().join("d")), (100_009, 100_000));
 }

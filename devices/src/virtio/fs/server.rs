@@ -137,6 +137,9 @@ fn spawn(config: &FsConfig, given: &Given) -> io::Result<Child> {
         (config.unjailed, "--no-jail"),
     ];
     command.args(flags.iter().filter(|(set, _)| *set).map(|(_, flag)| flag));
+    for (option, map) in [("--uid-map", config.uid_map), ("--gid-map", config.gid_map)] {
+        command.args(map.map(|map| format!("{option}={map}")));
+    }
     command.args(["--cache", config.cache.name(), "--policy", config.policy.name()]);
     // Nothing of ours is told to it by its environment, nor by its folder.
     command.env_clear().current_dir("/").stdin(Stdio::null()).stdout(Stdio::null());
@@ -203,9 +206,11 @@ impl Server {
         match this.in_time("starting", |this| this.greet(shadow)) {
             Ok(()) => Ok(this),
             // It may have said why, before it ended.
-            Err(error) => Err(match this.reason() {
-                Some(reason) => this.refused(reason),
-                None => this.ended("its start").unwrap_or(error),
+            Err(error) => Err(match (this.reason(), error) {
+                (Some(reason), _) => this.refused(reason),
+                // It ends because it was cut off.
+                (None, silent @ FsError::Silent { .. }) => silent,
+                (None, error) => this.ended("its start").unwrap_or(error),
             }),
         }
     }
@@ -216,7 +221,7 @@ impl Server {
 
     /// That it has ended, if it has.
     fn ended(&mut self, what: &'static str) -> Option<FsError> {
-        let end = (!self.is_alive()).then(|| self.end())?;
+        let end = (!self.is_alive()).then(|| self.end(PATIENCE))?;
         Some(FsError::Ended { tag: self.tag.clone(), what, end })
     }
 
@@ -274,9 +279,10 @@ impl Server {
         enabled.map_err(failed)
     }
 
-    /// How it has ended, for people. For one that has hung up: it is waited for a moment at most.
-    pub fn end(&mut self) -> String {
-        for _ in 0..20 {
+    /// How it has ended, for people. For one that has hung up: it is waited for so long at most.
+    pub fn end(&mut self, patience: Duration) -> String {
+        let end = Instant::now() + patience;
+        while Instant::now() < end {
             if let Ok(Some(status)) = self.child.try_wait() {
                 return status.to_string();
             }

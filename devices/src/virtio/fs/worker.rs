@@ -18,6 +18,9 @@ use crate::virtio::{Chain, Notifier};
 /// Messages taken from a queue before other devices get their turn.
 const BUDGET: usize = 64;
 
+/// How long a server that has hung up is waited for, so that it can be told how it has ended.
+const MOMENT: Duration = Duration::from_millis(20);
+
 /// Answers have come.
 const CALL: Token = Token(u32::MAX);
 /// The server is gone.
@@ -196,7 +199,7 @@ impl Worker {
         };
         self.counters.losses.one();
         let answered = self.abandon();
-        let end = server.end();
+        let end = server.end(MOMENT);
         drop(server);
         let session = &mut self.session;
         let again = session.may_restart();

@@ -1,6 +1,7 @@
 //! Life and death of a device and its server.
 
 use std::fs;
+use std::os::unix::fs::{MetadataExt, chown};
 use std::time::{Duration, Instant};
 
 use devices::executor::Executor;
@@ -146,6 +147,27 @@ fn m4_the_mount_is_answered_as_it_was() {
     let mut guest = moved(guest, acl()).unwrap();
     guest.setxattr(node, "user.after", b"2", true).unwrap();
     assert_eq!(guest.getxattr(node, "user.after").unwrap(), b"2");
+}
+
+#[test]
+fn s3_the_guests_root_is_somebody_else_on_the_host() {
+    let share = tempdir().unwrap();
+    chown(share.path(), Some(100_000), Some(200_000)).unwrap();
+    let mapped = || FsConfig {
+        uid_map: "0:100000:1000".parse().ok(),
+        gid_map: "0:200000:1000".parse().ok(),
+        ..config(share.path())
+    };
+    let mut guest = mounted(mapped());
+    let node = guest.mkdir(ROOT, "d").unwrap().node;
+    let refused = super::moved(mounted(mapped()), config(share.path())).err().unwrap().to_string();
+    assert!(refused.contains("uid_map was 0:100000:1000 and is none"), "{refused}");
+    let mut guest = moved(guest, mapped()).unwrap();
+    assert_eq!(guest.getattr(node).unwrap().uid, 0);
+    guest.uid = 5;
+    assert_eq!(guest.mkdir(ROOT, "theirs").map(|_| ()), Err(libc::EACCES));
+    let seen = fs::metadata(share.path().join("d")).unwrap();
+    assert_eq!((seen.uid(), seen.gid()), (100_000, 200_000));
 }
 
 #[test]
