@@ -33,6 +33,7 @@ mod network;
 mod oci;
 mod oom;
 mod place;
+mod probe;
 mod process;
 mod record;
 mod rootfs;

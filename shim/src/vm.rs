@@ -11,7 +11,7 @@ use crate::network::Network;
 use crate::oci;
 use crate::place::{GUEST_SHARE, Place};
 use crate::vmm::Vmm;
-use crate::wishes::{Wishes, probe};
+use crate::wishes::Wishes;
 
 /// Between two tries to reach a port.
 const AGAIN: Duration = Duration::from_millis(20);
@@ -111,21 +111,19 @@ impl Vm {
         self.set_up("take its host name", &format!("nsenter -t {pid} -u hostname {name}")).await
     }
 
-    /// Waits until all ports answer that are wished for.
+    /// Waits until all that is wished for answers.
     pub async fn answers(&self, wishes: &Wishes) -> Result<()> {
         let deadline = tokio::time::Instant::now() + wishes.patience;
         let cards = self.network.cards.iter();
         let of_cards = cards.flat_map(|card| card.addresses.iter().map(|(address, _)| *address));
         let local = IpAddr::V4(Ipv4Addr::LOCALHOST);
         let addresses: Vec<IpAddr> = std::iter::once(local).chain(of_cards).collect();
-        for port in &wishes.ports {
-            let script = probe(&addresses, *port);
+        for probe in &wishes.probes {
+            let script = probe.script(&addresses);
             while !self.guest.run(["/bin/sh", "-c", &script], SET_UP).await?.status.success() {
                 if tokio::time::Instant::now() > deadline {
-                    let (seconds, port) = (wishes.patience.as_secs(), *port);
-                    return Err(Error::Unavailable(format!(
-                        "nothing in the guest answers at TCP port {port} within {seconds} s"
-                    )));
+                    let seconds = wishes.patience.as_secs();
+                    return Err(Error::Unavailable(format!("{probe} within {seconds} s")));
                 }
                 tokio::time::sleep(AGAIN).await;
             }

@@ -1,6 +1,5 @@
 //! What the annotations of a pod's containers ask for, about its sleep.
 
-use std::net::IpAddr;
 use std::time::Duration;
 
 use serde::Deserialize;
@@ -8,10 +7,12 @@ use serde_json::Value;
 
 use crate::config::Config;
 use crate::error::{Error, Result};
+use crate::probe::Probe;
 
 /// Where a pause leaves the VM: `memory` or `disk`.
 pub const PAUSE_TO: &str = "cube.pause.to";
-/// What must answer before a resume is done: `tcp:PORT`, several with commas between them.
+/// What must answer before a resume is done: `tcp:PORT` or `http:PORT/PATH`, several with commas between
+/// them.
 pub const READY: &str = "cube.ready";
 /// How many seconds that may take.
 pub const PATIENCE: &str = "cube.ready.timeout";
@@ -32,8 +33,8 @@ pub enum PauseTo {
 pub struct Wishes {
     /// Where a pause leaves it.
     pub pause_to: PauseTo,
-    /// The TCP ports that must answer.
-    pub ports: Vec<u16>,
+    /// What must answer.
+    pub probes: Vec<Probe>,
     /// How long they may take.
     pub patience: Duration,
 }
@@ -42,11 +43,11 @@ impl Wishes {
     /// What the operator says, of pods that say nothing.
     pub fn new(config: &Config) -> Self {
         let patience = Duration::from_secs(config.resume_timeout_s);
-        Self { pause_to: config.pause_to, ports: Vec::new(), patience }
+        Self { pause_to: config.pause_to, probes: Vec::new(), patience }
     }
 
     /// With those of one more container. Where two say different things the later one counts, but
-    /// the ports of all must answer.
+    /// the probes of all must be answered.
     pub fn with(mut self, spec: &Value) -> Result<Self> {
         let annotation = |name: &str| spec["annotations"][name].as_str();
         if let Some(text) = annotation(PAUSE_TO) {
@@ -57,11 +58,10 @@ impl Wishes {
             };
         }
         for text in annotation(READY).into_iter().flat_map(|text| text.split(',')) {
-            let port = text.trim().strip_prefix("tcp:").and_then(|port| port.parse().ok());
-            let port = port.filter(|port| *port != 0);
-            let port = port.ok_or_else(|| refused(READY, text, "tcp: and a port, as tcp:8080"))?;
-            if !self.ports.contains(&port) {
-                self.ports.push(port);
+            let expected = "tcp:PORT or http:PORT/PATH, as tcp:8080 or http:8080/health";
+            let probe = Probe::parse(text.trim()).ok_or_else(|| refused(READY, text, expected))?;
+            if !self.probes.contains(&probe) {
+                self.probes.push(probe);
             }
         }
         if let Some(text) = annotation(PATIENCE) {
@@ -75,12 +75,6 @@ impl Wishes {
 
 fn refused(name: &str, text: &str, expected: &str) -> Error {
     Error::Invalid(format!("the annotation {name} is {text:?}, expected {expected}"))
-}
-
-/// What a shell in the guest does to see whether a port answers at one of these addresses.
-pub fn probe(addresses: &[IpAddr], port: u16) -> String {
-    let tries = addresses.iter().map(|to| format!("nc -w 1 {to} {port} -e /bin/true 2>/dev/null"));
-    tries.collect::<Vec<_>>().join(" || ")
 }
 
 #[cfg(test)]
@@ -102,11 +96,11 @@ mod tests {
     }
 
     #[test]
-    fn the_ports_of_all_containers_must_answer() {
+    fn the_probes_of_all_containers_must_be_answered() {
         let first = wishes(&json!({PAUSE_TO: "disk", READY: "tcp:80, tcp:443"})).unwrap();
         let both = first.with(&json!({"annotations": {READY: "tcp:80,tcp:9", PATIENCE: "3"}}));
         let both = both.unwrap();
-        assert_eq!(both.ports, [80, 443, 9]);
+        assert_eq!(both.probes, [80, 443, 9].map(Probe::Tcp));
         assert_eq!((both.pause_to, both.patience), (PauseTo::Disk, Duration::from_secs(3)));
     }
 
@@ -123,13 +117,5 @@ mod tests {
             let error = wishes(&json!({name: value})).unwrap_err().to_string();
             assert!(error.contains(name) && error.contains(value), "{error}");
         }
-    }
-
-    #[test]
-    fn any_address_of_the_pod_will_do() {
-        let addresses = ["127.0.0.1".parse().unwrap(), "10.0.0.2".parse().unwrap()];
-        let script = probe(&addresses, 80);
-        assert!(script.contains("nc -w 1 127.0.0.1 80"), "{script}");
-        assert!(script.contains("|| nc -w 1 10.0.0.2 80"), "{script}");
     }
 }

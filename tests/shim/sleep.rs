@@ -20,7 +20,7 @@ pub fn trials() -> Vec<Trial> {
         what_is_paused_to_disk_can_be_killed,
         a_pod_of_two_sleeps_and_one_of_them_dies_meanwhile,
         a_resume_that_fails_leaves_the_sandbox_resumable,
-        a_port_that_does_not_answer_fails_the_resume,
+        a_server_that_does_not_answer_well_fails_the_resume_until_it_does,
         a_pause_that_fails_leaves_the_sandbox_running,
         annotations_that_are_not_understood_are_refused,
     ]
@@ -225,18 +225,24 @@ fn a_resume_that_fails_leaves_the_sandbox_resumable() {
     containerd.remove("again");
 }
 
-fn a_port_that_does_not_answer_fails_the_resume() {
+fn a_server_that_does_not_answer_well_fails_the_resume_until_it_does() {
     let containerd = Containerd::start();
-    let ready = ["--annotation", "cube.ready=tcp:9"];
-    let more: Vec<_> = ready.into_iter().chain(["--annotation", "cube.ready.timeout=1"]).collect();
-    detach(&containerd, "mute", &more, "sleep 1000");
-    pause(&containerd, "mute");
-    let failed = containerd.ctr(["tasks", "resume", "mute"]);
+    let data = containerd.folder("data");
+    let mount = format!("type=bind,src={},dst=/data,options=rbind:rw", data.display());
+    let ready = ["--annotation", "cube.ready=tcp:8080,http:8080/health"];
+    let soon = ["--annotation", "cube.ready.timeout=1", "--mount", &mount];
+    let more: Vec<_> = ready.into_iter().chain(soon).collect();
+    detach(&containerd, "ill", &more, "httpd -p 8080 -h /data; exec sleep 1000");
+    pause(&containerd, "ill");
+    let failed = containerd.ctr(["tasks", "resume", "ill"]);
     assert_ne!(failed.code, 0);
-    assert!(failed.stderr.contains("TCP port 9 within 1 s"), "{failed:?}");
-    assert_eq!(containerd.state("mute").as_deref(), Some("PAUSED"));
+    assert!(failed.stderr.contains("port 8080 for /health within 1 s"), "{failed:?}");
+    assert_eq!(containerd.state("ill").as_deref(), Some("PAUSED"));
     assert_eq!(containerd.asleep().len(), 1);
-    containerd.remove("mute");
+    fs::write(data.join("health"), "well").unwrap();
+    eventually("it answers in time", || containerd.ctr(["tasks", "resume", "ill"]).code == 0);
+    assert_eq!(containerd.state("ill").as_deref(), Some("RUNNING"));
+    containerd.remove("ill");
 }
 
 fn a_pause_that_fails_leaves_the_sandbox_running() {
