@@ -13,12 +13,8 @@ use nix::sys::resource::{Resource, getrlimit, setrlimit};
 
 pub fn trials() -> Vec<Trial> {
     harness::trials![
-        the_host_answers_pings_over_mmio,
-        the_host_answers_pings_over_pci,
-        streams_arrive_byte_for_byte_over_mmio,
-        streams_arrive_byte_for_byte_over_pci,
-        a_thousand_connections_do_not_mix_over_mmio,
-        a_thousand_connections_do_not_mix_over_pci,
+        pings_streams_and_a_thousand_connections_do_not_mix_over_mmio,
+        pings_streams_and_a_thousand_connections_do_not_mix_over_pci,
         a_limit_of_the_card_holds_for_its_direction,
     ]
 }
@@ -31,20 +27,11 @@ fn guest(transport: &str) -> TestVm {
     vm
 }
 
-fn assert_pings(transport: &str) {
-    let vm = guest(transport);
+fn assert_pings(vm: &TestVm) {
     let text = vm.exec(["ping", "-c", "5", "-s", "1400", &wire::HOST.to_string()]).text();
     assert!(text.contains("5 packets received"), "{text}");
     assert!(vm.count("net_received_frames_total", "net") >= 5);
     assert_eq!(vm.count("net_guest_faults_total", "net"), 0);
-}
-
-fn the_host_answers_pings_over_mmio() {
-    wire::in_a_network(|| assert_pings("mmio"));
-}
-
-fn the_host_answers_pings_over_pci() {
-    wire::in_a_network(|| assert_pings("pci"));
 }
 
 /// Bytes of a stream, a multiple of 64 KiB.
@@ -61,16 +48,14 @@ fn tell(what: &str, bytes: u64, started: Instant) {
     }
 }
 
-fn assert_streams(transport: &str) {
-    let vm = guest(transport);
-    let program = wire::install(&vm);
+fn assert_streams(vm: &TestVm, program: &str, transport: &str) {
     let bytes = stream_bytes();
     let run = |way: &str, serve: fn(&TcpStream, u64, u64)| {
         let (listener, port) = wire::listen();
         let serving = thread::spawn(move || serve(&wire::accept(&listener), bytes, 71));
         let started = Instant::now();
         let (address, size) = (wire::HOST.to_string(), bytes.to_string());
-        let output = vm.exec([program.as_str(), &address, &port, way, &size, "71"]);
+        let output = vm.exec([program, &address, &port, way, &size, "71"]);
         assert!(output.status.success(), "{way}: {output:?}");
         serving.join().unwrap();
         tell(&format!("the guest's {way} over {transport}"), bytes, started);
@@ -80,14 +65,6 @@ fn assert_streams(transport: &str) {
     assert!(vm.count("net_sent_bytes_total", "net") > bytes);
     assert!(vm.count("net_received_bytes_total", "net") > bytes);
     assert_eq!(vm.count("net_guest_faults_total", "net"), 0);
-}
-
-fn streams_arrive_byte_for_byte_over_mmio() {
-    wire::in_a_network(|| assert_streams("mmio"));
-}
-
-fn streams_arrive_byte_for_byte_over_pci() {
-    wire::in_a_network(|| assert_streams("pci"));
 }
 
 /// A limit is a least time, which no slow machine falls short of.
@@ -133,25 +110,33 @@ fn echo(listener: &std::net::TcpListener) -> HashSet<Vec<u8>> {
     streams.iter().map(answer).collect()
 }
 
-fn assert_connections(transport: &str) {
-    let vm = guest(transport);
-    let program = wire::install(&vm);
+fn assert_connections(vm: &TestVm, program: &str) {
     let (_, most) = getrlimit(Resource::RLIMIT_NOFILE).unwrap();
     setrlimit(Resource::RLIMIT_NOFILE, most, most).unwrap();
     let (listener, port) = wire::listen();
     let serving = thread::spawn(move || echo(&listener));
     let (address, count) = (wire::HOST.to_string(), CONNECTIONS.to_string());
-    let output = vm.exec([program.as_str(), &address, &port, "echo", &count]);
+    let output = vm.exec([program, &address, &port, "echo", &count]);
     assert!(output.status.success(), "{output:?}");
     // That of connection n is the noise of 2n + 1.
     let expected = (0..CONNECTIONS).map(|n| image::noise(MESSAGE, 2 * n as u64 + 1)).collect();
     assert!(serving.join().unwrap() == expected, "the host got other messages");
 }
 
-fn a_thousand_connections_do_not_mix_over_mmio() {
-    wire::in_a_network(|| assert_connections("mmio"));
+fn assert_all(transport: &str) {
+    wire::in_a_network(|| {
+        let vm = guest(transport);
+        assert_pings(&vm);
+        let program = wire::install(&vm);
+        assert_streams(&vm, &program, transport);
+        assert_connections(&vm, &program);
+    });
 }
 
-fn a_thousand_connections_do_not_mix_over_pci() {
-    wire::in_a_network(|| assert_connections("pci"));
+fn pings_streams_and_a_thousand_connections_do_not_mix_over_mmio() {
+    assert_all("mmio");
+}
+
+fn pings_streams_and_a_thousand_connections_do_not_mix_over_pci() {
+    assert_all("pci");
 }
