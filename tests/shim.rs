@@ -17,6 +17,8 @@ mod cri;
 mod cuts;
 #[path = "shim/endings.rs"]
 mod endings;
+#[path = "shim/network.rs"]
+mod network;
 #[path = "shim/sleep.rs"]
 mod sleep;
 
@@ -28,6 +30,7 @@ fn main() -> ExitCode {
         sleep::trials(),
         copies::trials(),
         cuts::trials(),
+        network::trials(),
     ];
     harness::lab::run_here_or_in_lab(modules.into_iter().flatten().collect())
 }

@@ -252,7 +252,7 @@ impl Sandbox {
         Pod {
             version: VERSION,
             containers: alive.filter_map(|container| saved(&container)).collect(),
-            cards: vm.network.cards.iter().map(|card| card.name.clone()).collect(),
+            cards: vm.network().cards.iter().map(|card| card.name.clone()).collect(),
         }
     }
 
@@ -304,7 +304,9 @@ impl Sandbox {
         self.lay_out(container, new.rootfs.clone(), folder, adapted).await?;
         let network = match network::namespace(&spec)? {
             Some(path) => network::connect(path).await?,
-            None => Network::default(),
+            // A checkpoint of earlier releases has none.
+            None if origin.cards.is_empty() => Network::default(),
+            None => network::wait_for_one().await?,
         };
         origin.check_cards(&network)?;
         let copy =

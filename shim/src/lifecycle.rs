@@ -174,6 +174,10 @@ impl Sandbox {
     }
 
     async fn start_first(&self, vm: &Vm, container: &Container) -> Result<()> {
+        // The others of a pod come when it has its network.
+        if container.id == self.id {
+            vm.take_network().await?;
+        }
         if let Some(saved) = &container.copy_of {
             return self.start_copy(vm, container, saved).await;
         }

@@ -7,7 +7,7 @@
 
 use std::fs::File;
 use std::net::IpAddr;
-use std::os::fd::{AsRawFd, OwnedFd};
+use std::os::fd::OwnedFd;
 use std::path::{Path, PathBuf};
 
 use futures_util::TryStreamExt;
@@ -19,6 +19,11 @@ use rtnetlink::packet_route::neighbour::{NeighbourAddress, NeighbourAttribute, N
 use rtnetlink::packet_route::route::{RouteAddress, RouteAttribute, RouteMessage};
 use rtnetlink::{Handle, LinkUnspec, RouteMessageBuilder};
 use serde_json::Value;
+
+mod later;
+mod tap;
+
+pub use later::{Own, wait_for_one};
 
 use crate::error::{Error, Result, io};
 
@@ -38,6 +43,8 @@ pub struct Network {
     pub routes: Vec<Route>,
     /// Neighbours that were entered by hand.
     pub neighbours: Vec<Neighbour>,
+    /// The VM's own namespace, if it is in no other.
+    pub own: Option<Own>,
 }
 
 /// A card.
@@ -93,17 +100,18 @@ pub fn namespace(spec: &Value) -> Result<Option<PathBuf>> {
 
 /// Connects the interfaces in the namespace at `path` to TAPs.
 pub async fn connect(path: PathBuf) -> Result<Network> {
-    // A thread of its own: it changes its namespace and ends.
     let work = move || {
-        let failed = || format!("enter the network namespace {}", path.display());
+        let failed = || format!("open the network namespace {}", path.display());
         let namespace = File::open(&path).map_err(io(failed()))?;
-        setns(&namespace, CloneFlags::CLONE_NEWNET).map_err(io(failed()))?;
-        let runtime = tokio::runtime::Builder::new_current_thread()
-            .enable_all()
-            .build()
-            .map_err(io("start a thread for the network"))?;
-        runtime.block_on(connect_here(&path))
+        in_namespace(&namespace, &path, async || connect_here(&path, None).await)
     };
+    on_a_thread(work).await
+}
+
+/// Runs work on a thread of its own, which may change its namespace, and ends.
+async fn on_a_thread<T: Send + 'static>(
+    work: impl FnOnce() -> Result<T> + Send + 'static,
+) -> Result<T> {
     let (done, result) = tokio::sync::oneshot::channel();
     std::thread::Builder::new()
         .name("network".to_owned())
@@ -112,7 +120,24 @@ pub async fn connect(path: PathBuf) -> Result<Network> {
     result.await.map_err(|error| Error::Unavailable(error.to_string()))?
 }
 
-async fn connect_here(path: &Path) -> Result<Network> {
+/// Does this in a network namespace, on a thread that ends afterwards.
+fn in_namespace<T>(
+    namespace: &File,
+    path: &Path,
+    work: impl AsyncFnOnce() -> Result<T>,
+) -> Result<T> {
+    setns(namespace, CloneFlags::CLONE_NEWNET)
+        .map_err(io(format!("enter the network namespace {}", path.display())))?;
+    let runtime = tokio::runtime::Builder::new_current_thread()
+        .enable_all()
+        .build()
+        .map_err(io("start a thread for the network"))?;
+    runtime.block_on(work())
+}
+
+/// Connects the interfaces of this thread's namespace to new TAPs, or the `only` one that may be
+/// there to this TAP.
+async fn connect_here(path: &Path, only: Option<(&str, &OwnedFd)>) -> Result<Network> {
     let (connection, handle, _) = rtnetlink::new_connection().map_err(io("open netlink"))?;
     tokio::spawn(connection);
     let failed = |what: &str, error: rtnetlink::Error| {
@@ -120,11 +145,19 @@ async fn connect_here(path: &Path) -> Result<Network> {
     };
     let links = handle.link().get().execute().try_collect::<Vec<_>>().await;
     let links = links.map_err(|error| failed("cannot list the interfaces", error))?;
+    let interfaces: Vec<_> = links.iter().filter_map(Interface::of).collect();
+    if let Some((name, _)) = only {
+        check_only(name, &interfaces)?;
+    }
     let mut network = Network::default();
     let mut names = Vec::new();
-    for link in links.iter().filter(|link| !link.header.flags.contains(LinkFlags::Loopback)) {
-        let Some(mut card) = card(link, names.len())? else { continue };
-        let index = link.header.index;
+    for interface in interfaces {
+        let index = interface.index;
+        let tap = match only {
+            Some((_, tap)) => tap.try_clone().map_err(io("share a TAP"))?,
+            None => tap::open(names.len())?,
+        };
+        let mut card = interface.on(tap);
         redirect(&handle, index, &card)
             .await
             .map_err(|error| failed(&format!("cannot connect {} to its TAP", card.name), error))?;
@@ -143,44 +176,53 @@ async fn connect_here(path: &Path) -> Result<Network> {
     Ok(network)
 }
 
-/// A card like this interface, with a new TAP; none for what is no Ethernet.
-fn card(link: &LinkMessage, number: usize) -> Result<Option<Card>> {
-    let (mut name, mut mac, mut mtu) = (String::new(), None, 1500);
-    for attribute in &link.attributes {
-        match attribute {
-            LinkAttribute::IfName(value) => name.clone_from(value),
-            LinkAttribute::Address(value) if value.len() == 6 => mac = Some(hex(value)),
-            LinkAttribute::Mtu(value) => mtu = *value,
-            _ => {}
+/// An interface that a plugin has made.
+struct Interface {
+    index: u32,
+    name: String,
+    mac: String,
+    mtu: u32,
+}
+
+impl Interface {
+    /// None for what is no Ethernet, or a TAP of a VM's.
+    fn of(link: &LinkMessage) -> Option<Self> {
+        let (mut name, mut mac, mut mtu) = (String::new(), None, 1500);
+        for attribute in &link.attributes {
+            match attribute {
+                LinkAttribute::IfName(value) => name.clone_from(value),
+                LinkAttribute::Address(value) if value.len() == 6 => mac = Some(hex(value)),
+                LinkAttribute::Mtu(value) => mtu = *value,
+                _ => {}
+            }
         }
+        let mac = mac.filter(|mac| mac != "00:00:00:00:00:00")?;
+        let loopback = link.header.flags.contains(LinkFlags::Loopback);
+        let plugins = !loopback && !tap::is_ours(&name);
+        plugins.then_some(Self { index: link.header.index, name, mac, mtu })
     }
-    let Some(mac) = mac.filter(|mac| mac != "00:00:00:00:00:00") else { return Ok(None) };
-    let tap = tap(&format!("cube{number}"))?;
-    Ok(Some(Card { name, mac, mtu, addresses: Vec::new(), tap }))
+
+    fn on(self, tap: OwnedFd) -> Card {
+        let Self { name, mac, mtu, .. } = self;
+        Card { name, mac, mtu, addresses: Vec::new(), tap }
+    }
+}
+
+/// Refuses interfaces that no card waits for.
+fn check_only(name: &str, interfaces: &[Interface]) -> Result<()> {
+    let names: Vec<_> = interfaces.iter().map(|each| each.name.as_str()).collect();
+    match names.as_slice() {
+        [] => Ok(()),
+        [one] if *one == name => Ok(()),
+        others => Err(Error::State(format!(
+            "a network that is made after the VM has one interface, {name}, and this one has \
+             {others:?}; make the network first and name its namespace (ctr: --with-ns)"
+        ))),
+    }
 }
 
 fn hex(bytes: &[u8]) -> String {
     bytes.iter().map(|byte| format!("{byte:02x}")).collect::<Vec<_>>().join(":")
-}
-
-/// Makes a TAP in this thread's network namespace, of the kind that a VMM wants.
-fn tap(name: &str) -> Result<OwnedFd> {
-    let failed = || format!("make the TAP {name}");
-    let tun = File::options().read(true).write(true).open("/dev/net/tun");
-    let tun = tun.map_err(io("open /dev/net/tun"))?;
-    // SAFETY: zeroes are a valid value of this structure of numbers.
-    let mut request: libc::ifreq = unsafe { std::mem::zeroed() };
-    for (to, from) in request.ifr_name.iter_mut().zip(name.bytes().take(libc::IFNAMSIZ - 1)) {
-        *to = from.cast_signed();
-    }
-    let flags = libc::IFF_TAP | libc::IFF_NO_PI | libc::IFF_VNET_HDR;
-    request.ifr_ifru.ifru_flags = libc::c_short::try_from(flags).unwrap_or_default();
-    // SAFETY: the request is a valid structure of the kind that this call reads and writes.
-    let made = unsafe { libc::ioctl(tun.as_raw_fd(), libc::TUNSETIFF, &raw mut request) };
-    if made < 0 {
-        return Err(io(failed())(std::io::Error::last_os_error()));
-    }
-    Ok(tun.into())
 }
 
 /// Sends what arrives at the interface out of the card's TAP, and the other way round.
@@ -189,7 +231,7 @@ async fn redirect(
     interface: u32,
     card: &Card,
 ) -> std::result::Result<(), rtnetlink::Error> {
-    let number = card_interface(card);
+    let number = tap::interface(&card.tap);
     let up = LinkUnspec::new_with_index(number).mtu(card.mtu).up().build();
     handle.link().change(up).execute().await?;
     for (from, to) in [(interface, number), (number, interface)] {
@@ -205,16 +247,6 @@ async fn redirect(
         filter.parent(INGRESS).protocol(protocol).redirect(to)?.execute().await?;
     }
     Ok(())
-}
-
-/// The number of a TAP's interface; 0, which is none, if it cannot be found.
-fn card_interface(card: &Card) -> u32 {
-    // SAFETY: zeroes are a valid value of this structure of numbers.
-    let mut request: libc::ifreq = unsafe { std::mem::zeroed() };
-    // SAFETY: the request is a valid structure of the kind that this call writes.
-    unsafe { libc::ioctl(card.tap.as_raw_fd(), libc::TUNGETIFF, &raw mut request) };
-    // SAFETY: the name is an array that ends in a NUL, as the kernel and the zeroes above see to.
-    unsafe { libc::if_nametoindex(request.ifr_name.as_ptr()) }
 }
 
 async fn addresses(
@@ -319,6 +351,9 @@ impl Network {
     /// guest's kernel names them in its own order.
     pub fn script(&self) -> String {
         let mut lines = vec!["set -e".to_owned(), "ip link set lo up".to_owned()];
+        if self.waits() {
+            return lines.join("\n");
+        }
         for (number, card) in self.cards.iter().enumerate() {
             // First names that are nobody's, since two cards may have to change theirs.
             lines.push(format!(
@@ -335,7 +370,8 @@ impl Network {
         lines.join("\n")
     }
 
-    /// What a shell in the guest of a copy has to do, whose cards have other addresses.
+    /// What a shell in the guest has to do whose cards had other addresses until now: that of a copy,
+    /// or of a VM that was there before its network.
     pub fn renewal(&self) -> String {
         let mut lines = vec!["set -e".to_owned()];
         for card in &self.cards {
@@ -343,7 +379,9 @@ impl Network {
             // Routes and neighbours go with the card's being up.
             lines.push(format!("ip link set {name} down; ip addr flush dev {name}"));
             lines.push(format!("ip neigh flush dev {name}; ip link set {name} address {mac}"));
-            lines.extend(card.set_up());
+            if !self.waits() {
+                lines.extend(card.set_up());
+            }
         }
         self.reach(&mut lines);
         lines.join("\n")
@@ -401,7 +439,7 @@ mod tests {
                 card: "eth0".to_owned(),
                 v6: false,
             }],
-            neighbours: Vec::new(),
+            ..Network::default()
         }
     }
 
@@ -416,6 +454,36 @@ mod tests {
         ] {
             assert!(script.lines().any(|each| each == line), "{line} is not in {script}");
         }
+    }
+
+    #[test]
+    fn a_card_that_waits_for_its_network_is_left_alone_until_it_comes() {
+        let mut network = network();
+        let namespace = || File::open("/proc/thread-self/ns/net").unwrap();
+        network.own = Some(Own { namespace: namespace(), in_use: false });
+        assert!(!network.script().contains("eth0"), "{}", network.script());
+        assert!(!network.renewal().contains(" up"), "{}", network.renewal());
+        network.own = Some(Own { namespace: namespace(), in_use: true });
+        let renewal = network.renewal();
+        let lines: Vec<_> = renewal.lines().collect();
+        let at = |end: &str| lines.iter().position(|line| line.ends_with(end)).unwrap();
+        assert!(at("address 02:00:00:00:00:07") < at("mtu 1450 up"), "{renewal}");
+    }
+
+    #[test]
+    fn more_than_one_interface_that_comes_later_is_refused_by_name() {
+        let interface = |name: &str| Interface {
+            index: 2,
+            name: name.to_owned(),
+            mac: "02:00:00:00:00:07".to_owned(),
+            mtu: 1500,
+        };
+        check_only("eth0", &[]).unwrap();
+        check_only("eth0", &[interface("eth0")]).unwrap();
+        assert!(check_only("eth0", &[interface("net1")]).is_err());
+        let two = [interface("eth0"), interface("net1")];
+        let error = check_only("eth0", &two).unwrap_err().to_string();
+        assert!(error.contains("net1") && error.contains("--with-ns"), "{error}");
     }
 
     #[test]

@@ -18,7 +18,7 @@ use crate::container::Container;
 use crate::error::{Error, Result};
 use crate::events::Events;
 use crate::life::{Life, Phase, Step};
-use crate::network::{self, Network};
+use crate::network;
 use crate::oci;
 use crate::place::Place;
 use crate::process::{End, Process};
@@ -188,7 +188,7 @@ impl Sandbox {
         let size = Size::of(spec, &self.config)?;
         let network = match network::namespace(spec)? {
             Some(path) => network::connect(path).await?,
-            None => Network::default(),
+            None => network::wait_for_one().await?,
         };
         let mut config = self.config.clone();
         let name = "cube.vm.kernel.path";

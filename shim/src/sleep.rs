@@ -161,7 +161,7 @@ impl Sandbox {
             snapshot = %snapshot.display(),
             "the VM's state is on the disk"
         );
-        Ok(Bed { snapshot, network: vm.network.clone() })
+        Ok(Bed { snapshot, network: vm.network() })
     }
 
     /// A folder for a snapshot, which does not exist.

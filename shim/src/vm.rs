@@ -1,7 +1,7 @@
 //! The VM of a sandbox: booted once, and the guest in it made ready for containers.
 
 use std::net::{IpAddr, Ipv4Addr};
-use std::sync::Arc;
+use std::sync::{Arc, PoisonError, RwLock};
 use std::time::Duration;
 
 use crate::config::Config;
@@ -35,10 +35,32 @@ pub struct Vm {
     /// The way in.
     pub guest: Guest,
     /// Its network. The TAPs are kept here, so that they outlast the VMM.
-    pub network: Arc<Network>,
+    network: RwLock<Arc<Network>>,
 }
 
 impl Vm {
+    fn new(vmm: Vmm, place: &Place, network: Arc<Network>) -> Self {
+        let guest = Guest::new(place.file("vsock.sock"));
+        Self { vmm, guest, network: RwLock::new(network) }
+    }
+
+    /// Its network.
+    pub fn network(&self) -> Arc<Network> {
+        self.network.read().unwrap_or_else(PoisonError::into_inner).clone()
+    }
+
+    /// Gives the guest the network that was made after it, if one was.
+    pub async fn take_network(&self) -> Result<()> {
+        let network = self.network();
+        if !network.waits() {
+            return Ok(());
+        }
+        let Some(found) = network.look().await? else { return Ok(()) };
+        self.set_up("set up its network", &found.renewal()).await?;
+        *self.network.write().unwrap_or_else(PoisonError::into_inner) = Arc::new(found);
+        Ok(())
+    }
+
     /// Takes over a VMM that has just been started, and waits until containers can be made in it.
     /// Ends it if that fails.
     pub async fn boot(
@@ -47,8 +69,8 @@ impl Vm {
         place: &Place,
         network: Arc<Network>,
     ) -> Result<Self> {
-        let vm = Self { vmm, guest: Guest::new(place.file("vsock.sock")), network };
-        let done = vm.prepare(config, &vm.network.script()).await;
+        let vm = Self::new(vmm, place, network);
+        let done = vm.prepare(config, &vm.network().script()).await;
         vm.or_ended(done).await
     }
 
@@ -70,7 +92,7 @@ impl Vm {
         network: Arc<Network>,
         wishes: &Wishes,
     ) -> Result<Self> {
-        let vm = Self { vmm, guest: Guest::new(place.file("vsock.sock")), network };
+        let vm = Self::new(vmm, place, network);
         let answers = async {
             vm.vmm.ready(Duration::from_secs(config.boot_timeout_s)).await?;
             vm.guest.call(&guest_protocol::Request::Ping).await?;
@@ -90,10 +112,10 @@ impl Vm {
         copy: &Copy,
         wishes: &Wishes,
     ) -> Result<Self> {
-        let vm = Self { vmm, guest: Guest::new(place.file("vsock.sock")), network };
+        let vm = Self::new(vmm, place, network);
         let becomes = async {
             vm.vmm.ready(Duration::from_secs(config.boot_timeout_s)).await?;
-            vm.set_up("take its network", &vm.network.renewal()).await?;
+            vm.set_up("take its network", &vm.network().renewal()).await?;
             vm.rename(copy).await?;
             vm.answers(wishes).await
         };
@@ -114,8 +136,11 @@ impl Vm {
     /// Waits until all that is wished for answers.
     pub async fn answers(&self, wishes: &Wishes) -> Result<()> {
         let deadline = tokio::time::Instant::now() + wishes.patience;
-        let cards = self.network.cards.iter();
-        let of_cards = cards.flat_map(|card| card.addresses.iter().map(|(address, _)| *address));
+        let network = self.network();
+        let of_cards = network
+            .cards
+            .iter()
+            .flat_map(|card| card.addresses.iter().map(|(address, _)| *address));
         let local = IpAddr::V4(Ipv4Addr::LOCALHOST);
         let addresses: Vec<IpAddr> = std::iter::once(local).chain(of_cards).collect();
         for probe in &wishes.probes {

@@ -1,7 +1,7 @@
 //! The VMM of a sandbox: a process of its own, watched, and asked over its control socket.
 
 use std::fs::File;
-use std::os::fd::{AsRawFd, OwnedFd};
+use std::os::fd::{AsRawFd, OwnedFd, RawFd};
 use std::os::unix::process::ExitStatusExt;
 use std::path::{Path, PathBuf};
 use std::process::Stdio;
@@ -62,7 +62,7 @@ impl Vmm {
             .args(["--fs", &format!("tag=cube,id={SHARE},path={}", place.share().display())])
             .args(cards.0.iter().flat_map(Inherited::new_card))
             .args(&config.vmm_options);
-        Self::spawn(command, config, place)
+        Self::spawn(command, config, place, network)
     }
 
     /// Starts one that goes on with the state in `snapshot`, with the same network and share.
@@ -84,7 +84,7 @@ impl Vmm {
             .arg("--override")
             .arg(format!("fs:{SHARE}=path={},policy=tolerant", share.display()))
             .args(cards.0.iter().flat_map(Inherited::known_card));
-        Self::spawn(command, config, place)
+        Self::spawn(command, config, place, network)
     }
 
     /// Starts one that goes on with a checkpoint, as another machine with other things.
@@ -105,17 +105,23 @@ impl Vmm {
             .arg("--override")
             .arg(format!("fs:{SHARE}=path={},policy=copy", place.share().display()))
             .args(cards.0.iter().flat_map(Inherited::known_card));
-        Self::spawn(command, config, place)
+        Self::spawn(command, config, place, network)
     }
 
-    fn spawn(mut command: Command, config: &Config, place: &Place) -> Result<Self> {
+    fn spawn(
+        mut command: Command,
+        config: &Config,
+        place: &Place,
+        network: &Network,
+    ) -> Result<Self> {
         let (api, log) = (place.file("api.sock"), place.file("vmm.log"));
         let output = File::options().create(true).append(true).open(&log);
         let output = output.map_err(io(format!("open {}", log.display())))?;
         let errors = output.try_clone().map_err(io("share the VMM's log"))?;
         command.arg("--api-socket").arg(&api).stdin(Stdio::null()).stdout(output).stderr(errors);
-        // SAFETY: the child calls nothing but prctl and unshare, which take numbers.
-        unsafe { command.pre_exec(alone) };
+        let namespace = network.own.as_ref().map(|own| own.namespace.as_raw_fd());
+        // SAFETY: the child calls nothing but prctl, unshare and setns, which take numbers.
+        unsafe { command.pre_exec(move || alone(namespace)) };
         let child = command.spawn().map_err(|error| {
             let vmm = config.vmm.display();
             Error::Unavailable(format!(
@@ -210,13 +216,19 @@ pub fn kill(identity: &Identity) {
 
 /// Ends it when nobody is left who could, and takes it away from the host's network and shared
 /// memory, of which it needs nothing: what a plugin does to "the container's network" by its number
-/// must not be done to the host's.
-fn alone() -> std::io::Result<()> {
+/// must not be done to the host's. `own` is a network namespace that waits for it.
+fn alone(own: Option<RawFd>) -> std::io::Result<()> {
     // SAFETY: takes numbers and changes nothing but this process's own setting.
     let tied = unsafe { libc::prctl(libc::PR_SET_PDEATHSIG, libc::SIGKILL) };
     // SAFETY: takes a number; the process has one thread here.
-    let alone = unsafe { libc::unshare(libc::CLONE_NEWNET | libc::CLONE_NEWIPC) };
-    if tied == 0 && alone == 0 { Ok(()) } else { Err(std::io::Error::last_os_error()) }
+    let alone = unsafe { libc::unshare(libc::CLONE_NEWIPC) };
+    let network = match own {
+        // SAFETY: takes numbers; the shim has the descriptor open, and this process its copy.
+        Some(own) => unsafe { libc::setns(own, libc::CLONE_NEWNET) },
+        // SAFETY: as above.
+        None => unsafe { libc::unshare(libc::CLONE_NEWNET) },
+    };
+    if [tied, alone, network] == [0; 3] { Ok(()) } else { Err(std::io::Error::last_os_error()) }
 }
 
 /// A copy of a TAP that the VMM inherits. It is closed here when it has it.
@@ -246,7 +258,9 @@ fn cards(network: &Network) -> Result<Cards> {
     let inherited = |card: &Card| {
         // No flag to close it: the VMM shall inherit this copy.
         let fd = dup(&card.tap).map_err(io("hand a TAP to the VMM"))?;
-        let like = format!("mac={},mtu={}", card.mac, card.mtu);
+        // Of what is not there yet, nobody knows the MTU.
+        let mtu = if network.waits() { String::new() } else { format!(",mtu={}", card.mtu) };
+        let like = format!("mac={}{mtu}", card.mac);
         Ok(Inherited { fd, id: card.name.clone(), like })
     };
     network.cards.iter().map(inherited).collect::<Result<_>>().map(Cards)
