@@ -144,6 +144,11 @@ impl Sandbox {
         {
             tracing::warn!(%error, id = container.id, "a container is left in the guest");
         }
+        self.clear(container).await;
+    }
+
+    /// Takes away what the host has of it.
+    async fn clear(&self, container: &Container) {
         let (place, id) = (self.place.clone(), container.inside.clone());
         if let Ok(Err(error)) = spawn_blocking(move || place.clear_container(&id)).await {
             tracing::error!(%error, id = container.id, "a container's files are left");
@@ -245,9 +250,13 @@ impl Sandbox {
         }
         let vm = self.vm()?;
         let exec = process.name.exec.as_str();
-        match oci::kill(&vm.guest, &container.inside, exec, signal, all).await {
+        let sent = oci::kill(&vm.guest, &container.inside, exec, signal, all);
+        if !kill || !exec.is_empty() {
+            return sent.await;
+        }
+        match self.unless_hung(&vm, sent).await {
             // A guest that does not answer has nothing that could be kept.
-            Err(Error::Unavailable(why)) if kill && exec.is_empty() && self.is_alone(container) => {
+            Err(Error::Unavailable(why)) if self.is_alone(container) => {
                 tracing::warn!(why, "the guest does not answer: the VM is killed");
                 vm.vmm.kill().await;
                 Ok(())
@@ -302,7 +311,12 @@ impl Sandbox {
         for process in container.execs().iter().chain([&container.init]) {
             process.drain().await;
         }
-        self.unmake(container).await;
+        if self.is_alone(container) {
+            // Its VM is about to go: the guest, which may hang, need not be asked.
+            self.clear(container).await;
+        } else {
+            self.unmake(container).await;
+        }
         self.forget(&container.id);
         let lost = End { status: 255, at: SystemTime::now() };
         Ok(container.init.end().unwrap_or(lost))
@@ -315,7 +329,8 @@ impl Sandbox {
         }
         if let Ok(vm) = self.vm() {
             let signal = libc::SIGKILL.unsigned_abs();
-            oci::kill(&vm.guest, &container.inside, "", signal, true).await?;
+            let sent = oci::kill(&vm.guest, &container.inside, "", signal, true);
+            self.unless_hung(&vm, sent).await?;
         }
         let ended = tokio::time::timeout(ENDING, container.init.wait()).await;
         ended.map(drop).map_err(|_| {

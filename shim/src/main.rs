@@ -3,7 +3,7 @@
 //! | file | purpose |
 //! |---|---|
 //! | `bootstrap`, `start`, `delete`, `serve`, `ask` | what the program is run for |
-//! | `task`, `lifecycle`, `stats` | the Task service; what its calls do |
+//! | `task`, `lifecycle`, `hung`, `stats` | the Task service; what its calls do |
 //! | `sandbox`, `container`, `process` | what there is, and how it is |
 //! | `life`, `sleep`, `checkpoint` | where the VM is in its life; pauses; copies |
 //! | `annotations`, `wishes` | what pods ask for |
@@ -25,6 +25,7 @@ mod delete;
 mod error;
 mod events;
 mod guest;
+mod hung;
 mod life;
 mod lifecycle;
 mod logs;

@@ -14,15 +14,20 @@ pub fn trials() -> Vec<Trial> {
         a_task_outlives_a_restart_of_containerd,
         a_shim_that_dies_while_containerd_is_down_is_cleared_at_its_start,
         a_vmm_that_cannot_be_started_is_told_with_its_cure,
+        what_hangs_is_killed_when_its_container_is,
     ]
 }
 
 /// Kills the only process of that name.
 pub fn kill(name: &str) {
+    send(name, nix::sys::signal::Signal::SIGKILL);
+}
+
+/// Sends the only process of that name a signal.
+fn send(name: &str, signal: nix::sys::signal::Signal) {
     let found = processes(&[name]);
     assert_eq!(found.len(), 1, "{found:?}");
     let pid = found[0].trim_start_matches("/proc/").split(' ').next().unwrap().parse().unwrap();
-    let signal = nix::sys::signal::Signal::SIGKILL;
     nix::sys::signal::kill(nix::unistd::Pid::from_raw(pid), signal).unwrap();
 }
 
@@ -91,4 +96,18 @@ fn a_vmm_that_cannot_be_started_is_told_with_its_cure() {
     containerd.ctr(["containers", "rm", "novmm"]);
     fs::write(&settings, good).unwrap();
     assert_eq!(containerd.run(CUBE, "again", &["echo", "fine"]).output(0), "fine\n");
+}
+
+/// A VM that stands still.
+fn what_hangs_is_killed_when_its_container_is() {
+    let containerd = Containerd::start();
+    containerd.detach("hangs", &["sleep", "100000"]);
+    send("cube-vmm", nix::sys::signal::Signal::SIGSTOP);
+    containerd.ctr(["tasks", "kill", "-s", "SIGKILL", "hangs"]).output(0);
+    eventually("it has ended", || containerd.state("hangs").as_deref() == Some("STOPPED"));
+    let removed = containerd.ctr(["tasks", "rm", "hangs"]);
+    assert!(removed.code == 137 || removed.stderr.contains("137"), "{removed:?}");
+    containerd.ctr(["containers", "rm", "hangs"]).output(0);
+    containerd.assert_clean();
+    assert!(containerd.log().contains("no answer from the guest: the VM is killed"));
 }
