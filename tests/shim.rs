@@ -9,6 +9,8 @@ use std::process::ExitCode;
 
 #[path = "shim/battery.rs"]
 mod battery;
+#[path = "shim/contract.rs"]
+mod contract;
 #[path = "shim/copies.rs"]
 mod copies;
 #[path = "shim/cri.rs"]
@@ -25,6 +27,7 @@ mod sleep;
 fn main() -> ExitCode {
     let modules = [
         battery::trials(),
+        contract::trials(),
         cri::trials(),
         endings::trials(),
         sleep::trials(),
