@@ -34,9 +34,11 @@ use self::shadow::ShadowQueue;
 pub use self::state::FsState;
 use self::worker::{Owner, Worker};
 use super::queue::ActiveQueue;
+use super::throttle::Throttle;
 use super::{Activation, DeviceType, Identity, StartError, VirtioDevice};
 use crate::executor::{ExecutorHandle, Running};
 use crate::metrics::{Count, GUEST_FAULTS, Meter, Metered, Metric};
+use crate::rate_limiter::RateLimit;
 
 // --- configuration -----------------------------------------------------------------------------
 
@@ -100,6 +102,8 @@ pub struct FsConfig {
     pub uid_map: Option<IdRange>,
     /// Groups of the guest that are others on the host.
     pub gid_map: Option<IdRange>,
+    /// How much may go through it: messages with the room for their answers, in bytes, and their number.
+    pub rate: RateLimit,
     /// For a restore.
     pub policy: Policy,
     /// How long a pause waits for requests that are on their way.
@@ -122,6 +126,7 @@ impl FsConfig {
             acl: false,
             uid_map: None,
             gid_map: None,
+            rate: RateLimit::default(),
             policy: Policy::default(),
             drain: Duration::from_secs(5),
             unjailed: false,
@@ -169,6 +174,7 @@ struct Counters {
     failures: Count,
     losses: Count,
     restarts: Count,
+    throttled: Count,
     guest_faults: Count,
 }
 
@@ -190,6 +196,7 @@ impl Metered for Counters {
                 "File servers that have gone on in the place of one that had ended",
                 &self.restarts,
             ),
+            counter("fs_throttled_total", "Times that the rate limit was reached", &self.throttled),
             counter("fs_guest_faults_total", GUEST_FAULTS, &self.guest_faults),
         ]
     }
@@ -204,6 +211,8 @@ struct Session {
     journal: Arc<OwnedFd>,
     /// The way to ask whoever serves.
     control: Control,
+    /// Lives as long as the device.
+    throttle: Option<Throttle>,
     /// When servers have ended, as far as it matters.
     ends: Vec<Instant>,
 }
@@ -274,6 +283,8 @@ impl Fs {
         let shadow = shadow.map_err(|source| FsError::Host { what: "shadow queue", source })?;
         let journal = server::journal();
         let journal = journal.map_err(|source| FsError::Host { what: "journal", source })?;
+        let throttle = (!config.rate.is_none()).then(|| Throttle::new(config.rate)).transpose();
+        let throttle = throttle.map_err(|source| FsError::Host { what: "timer", source })?;
         let server = Server::start(&config, &shadow, &journal)?;
         let control = server.control();
         let session = Session {
@@ -282,6 +293,7 @@ impl Fs {
             config: config.clone(),
             journal: Arc::new(journal),
             control: control.clone(),
+            throttle,
             ends: Vec::new(),
         };
         let (counters, session) = (Arc::default(), Some(session));

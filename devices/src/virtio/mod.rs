@@ -28,6 +28,7 @@ pub mod pci;
 pub mod pmem;
 pub mod queue;
 pub mod rng;
+mod throttle;
 pub mod transport;
 pub mod vhost;
 pub mod vsock;

@@ -58,7 +58,8 @@ pub struct VmOptions {
 
     /// Share a directory of the host, which the guest mounts with `mount -t virtiofs TAG DIR`: tag=TAG,
     /// path=DIR, then [,ro][,cache=none|auto|always][,writeback][,xattr][,acl][,id=NAME]
-    /// [,uid_map=GUEST:HOST:COUNT][,gid_map=…]; may be
+    /// [,uid_map=GUEST:HOST:COUNT][,gid_map=…][,rate_bytes=RATE]
+    /// [,rate_ops=RATE]; may be
     /// repeated. It is served by a jailed process of its own, and survives snapshots
     #[arg(long = "fs", value_name = "tag=TAG,path=DIR[,ro][,…]")]
     pub fs: Vec<String>,

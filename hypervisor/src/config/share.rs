@@ -3,6 +3,7 @@
 use std::path::PathBuf;
 use std::str::FromStr;
 
+use devices::rate_limiter::RateLimit;
 use devices::virtio::fs::{Cache, FsConfig, IdError, IdRange, MAX_TAG, Policy};
 use serde::{Deserialize, Serialize};
 
@@ -41,6 +42,9 @@ pub struct ShareConfig {
     /// Groups of the guest that are others on the host.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub gid_map: Option<IdRange>,
+    /// How much may go through it.
+    #[serde(default, skip_serializing_if = "RateLimit::is_none")]
+    pub rate: RateLimit,
     /// What a restore does about files that have changed. Of that restore alone, not kept.
     #[serde(skip)]
     pub policy: Policy,
@@ -53,7 +57,8 @@ pub enum ShareError {
     #[error(
         "share option {0:?} is not known; use tag=TAG,path=DIR[,id=NAME][,ro]\
          [,cache=none|auto|always][,writeback][,xattr][,acl]\
-         [,uid_map=GUEST:HOST:COUNT][,gid_map=GUEST:HOST:COUNT]"
+         [,uid_map=GUEST:HOST:COUNT][,gid_map=GUEST:HOST:COUNT]\
+         [,rate_bytes=RATE][,rate_ops=RATE]"
     )]
     Option(String),
     #[error("share option {0:?} is given twice; leave one out")]
@@ -129,6 +134,7 @@ impl ShareConfig {
             acl: self.acl,
             uid_map: self.uid_map,
             gid_map: self.gid_map,
+            rate: self.rate,
             policy: self.policy,
             ..FsConfig::new(program, &self.tag, path)
         }
@@ -151,6 +157,7 @@ impl FromStr for ShareConfig {
             acl: false,
             uid_map: None,
             gid_map: None,
+            rate: RateLimit::default(),
             policy: Policy::default(),
         };
         let mut seen = Vec::new();
@@ -166,6 +173,8 @@ impl FromStr for ShareConfig {
                 ("id", _) => share.id = checked_id(value)?,
                 ("cache", _) => share.cache = cache(value)?,
                 ("uid_map", _) => share.uid_map = Some(ids(value)?),
+                ("rate_bytes", _) => share.rate.bytes = Some(value.parse()?),
+                ("rate_ops", _) => share.rate.operations = Some(value.parse()?),
                 ("gid_map", _) => share.gid_map = Some(ids(value)?),
                 _ if option == "ro" => share.read_only = true,
                 _ if option == "writeback" => share.writeback = true,
@@ -230,6 +239,7 @@ mod tests {
             ("tag=a,path=/a,ro=1", "\"ro=1\" is not known"),
             ("tag=a,path=/a,tag=b", "given twice"),
             ("tag=a,path=/a,cache=fast", "none, auto or always"),
+            ("tag=a,path=/a,rate_ops=0/s", "at least 1"),
             ("tag=a,path=/a,uid_map=1:2", "GUEST:HOST:COUNT"),
             ("tag=a,path=/a,id=b/c", "1 to 20 letters"),
             ("tag=a\tb,path=/a", "is not usable"),

@@ -10,11 +10,11 @@ use super::HostSide;
 use super::counts::{BlockCounts, Kind};
 use super::disk::{Buffers, Completion, Disk, DiskOp, Extent, Tag};
 use super::request::{self, Command, HEADER_SIZE, Limits, SERIAL_LEN, Status};
-use super::throttle::{Admission, Throttle};
 use crate::executor::{Flow, Handler, Interest, Sources};
 use crate::ids::Token;
 use crate::memory::{Bytes, GuestAddress, Memory};
 use crate::virtio::queue::{ActiveQueue, QueueFault};
+use crate::virtio::throttle::{Admission, Throttle};
 use crate::virtio::{Chain, Notifier, Segment};
 
 /// Chains begun per queue and wake-up, before other devices get their turn.

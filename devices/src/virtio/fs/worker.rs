@@ -13,6 +13,7 @@ use crate::ids::Token;
 use crate::memory::Memory;
 use crate::metrics::LOGGED_FAULTS;
 use crate::virtio::queue::{ActiveQueue, QueueFault};
+use crate::virtio::throttle::Admission;
 use crate::virtio::{Chain, Notifier};
 
 /// Messages taken from a queue before other devices get their turn.
@@ -27,6 +28,8 @@ const CALL: Token = Token(u32::MAX);
 const PEER: Token = Token(u32::MAX - 1);
 /// Another one is there, or never will be.
 const RESTARTED: Token = Token(u32::MAX - 2);
+/// The rate limit lets something through again.
+const TIMER: Token = Token(u32::MAX - 3);
 
 /// What is remembered of a message on its way.
 pub(super) struct Owner {
@@ -101,6 +104,9 @@ impl Worker {
             return Ok(sent);
         }
         for _ in 0..BUDGET {
+            if index > 0 && self.is_throttled()? {
+                return Ok(sent);
+            }
             let Some(queue) = self.queues.get_mut(index) else { return Ok(sent) };
             let Some(chain) = queue.pop()? else {
                 queue.notify()?;
@@ -139,6 +145,9 @@ impl Worker {
                 return Ok(sent);
             }
             self.counters.written_bytes.add(request);
+            if let (Some(throttle), true) = (&mut self.session.throttle, index > 0) {
+                throttle.charge(request + room);
+            }
             sent = true;
         }
         if let Some(queue) = self.queues.get_mut(index) {
@@ -146,6 +155,18 @@ impl Worker {
             queue.kick().signal();
         }
         Ok(sent)
+    }
+
+    /// Whether requests have to wait. Forgets never do: they make room.
+    fn is_throttled(&mut self) -> Result<bool, QueueFault> {
+        let Some(throttle) = &mut self.session.throttle else { return Ok(false) };
+        let admission = throttle.admit(Instant::now());
+        if admission == Admission::Closed {
+            self.counters.throttled.one();
+            // What was answered so far is not held back.
+            self.queues.iter_mut().try_for_each(ActiveQueue::notify)?;
+        }
+        Ok(admission != Admission::Now)
     }
 
     /// Gives a chain back with an answer of ours.
@@ -322,6 +343,12 @@ impl Worker {
                 self.take_up();
                 Ok(())
             }
+            TIMER => {
+                if let Some(throttle) = &mut self.session.throttle {
+                    throttle.time_has_come();
+                }
+                Ok(())
+            }
             _ => {
                 for queue in &self.queues {
                     queue.kick().clear();
@@ -341,6 +368,9 @@ impl Handler for Worker {
     fn attach(&mut self, sources: &mut Sources<'_, '_>) -> io::Result<()> {
         for (token, queue) in (0..).map(Token).zip(&self.queues) {
             sources.add(token, queue.kick(), Interest::Read)?;
+        }
+        if let Some(throttle) = &self.session.throttle {
+            sources.add(TIMER, throttle, Interest::Read)?;
         }
         self.watch(sources)
     }

@@ -150,6 +150,24 @@ fn m4_the_mount_is_answered_as_it_was() {
 }
 
 #[test]
+fn a_rate_limit_holds_requests_back_and_loses_none() {
+    let share = tempdir().unwrap();
+    let operations = "50/100ms".parse().ok();
+    let rate = devices::rate_limiter::RateLimit { bytes: None, operations };
+    let mut guest = mounted(FsConfig { rate, ..config(share.path()) });
+    let meter = guest.server.meter.clone();
+    let started = Instant::now();
+    for _ in 0..150 {
+        assert!(guest.getattr(ROOT).is_ok());
+    }
+    // The bucket holds 50, and one of them was the mount's.
+    assert!(started.elapsed() >= Duration::from_millis(180), "{:?}", started.elapsed());
+    assert!(metric(&*meter, "fs_throttled_total") >= 2);
+    let mut guest = moved(guest, FsConfig { rate, ..config(share.path()) }).unwrap();
+    assert!(guest.getattr(ROOT).is_ok());
+}
+
+#[test]
 fn s3_the_guests_root_is_somebody_else_on_the_host() {
     let share = tempdir().unwrap();
     chown(share.path(), Some(100_000), Some(200_000)).unwrap();

@@ -1,4 +1,4 @@
-//! The rate limit of a disk: requests that are too many stay in the guest's rings.
+//! The rate limit of a disk or a share: requests that are too many stay in the guest's rings.
 
 use std::io;
 use std::os::fd::{AsFd, BorrowedFd};
@@ -6,7 +6,7 @@ use std::time::Instant;
 
 use crate::rate_limiter::{RateLimit, RateLimiter, RefillTimer};
 
-/// A limit that lives as long as its disk, so that a guest gains nothing by a reset.
+/// A limit that lives as long as its device, so that a guest gains nothing by a reset.
 #[derive(Debug)]
 pub(super) struct Throttle {
     limiter: RateLimiter,
@@ -44,7 +44,7 @@ impl Throttle {
         };
         if let Err(error) = self.timer.arm(wait) {
             // Without a timer nobody would ever look again.
-            tracing::error!(%error, "rate limit of a disk is not kept");
+            tracing::error!(%error, "rate limit of a device is not kept");
             return Admission::Now;
         }
         self.until = Some(now + wait);
