@@ -62,7 +62,7 @@ fn resident() -> usize {
 }
 
 /// Rounds of resets, of which one must leave no more descriptors than there were.
-const ROUNDS: usize = 5;
+const ROUNDS: usize = 25;
 
 fn h27_resets_leak_nothing(conformance: &Conformance<'_>) {
     let given = std::env::var(RESETS_VARIABLE).ok().map(|number| number.parse().unwrap());

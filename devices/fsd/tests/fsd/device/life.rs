@@ -1,7 +1,7 @@
 //! Life and death of a device and its server.
 
-use std::fs;
-use std::os::unix::fs::{MetadataExt, chown};
+use std::fs::{self, Permissions};
+use std::os::unix::fs::{MetadataExt, PermissionsExt, chown};
 use std::time::{Duration, Instant};
 
 use devices::executor::Executor;
@@ -171,6 +171,8 @@ fn a_rate_limit_holds_requests_back_and_loses_none() {
 fn s3_the_guests_root_is_somebody_else_on_the_host() {
     let share = tempdir().unwrap();
     chown(share.path(), Some(100_000), Some(200_000)).unwrap();
+    // Whatever the file mode creation mask is, which servers in this process may have changed.
+    fs::set_permissions(share.path(), Permissions::from_mode(0o755)).unwrap();
     let mapped = || FsConfig {
         uid_map: "0:100000:1000".parse().ok(),
         gid_map: "0:200000:1000".parse().ok(),
