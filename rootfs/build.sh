@@ -16,6 +16,7 @@ readonly SMALL_PROFILE=(
     --config 'profile.release.opt-level="s"'
     --config 'profile.release.strip="symbols"'
 )
+readonly STATIC='-C target-feature=+crt-static'
 readonly DIRECTORIES=(
     bin dev etc/cube home lib/modules mnt opt proc root run sbin srv sys tmp
     usr/bin usr/local/bin usr/local/sbin usr/sbin usr/share var/cache var/lib var/log var/tmp
@@ -125,8 +126,20 @@ parse_arguments() {
 
 # --- What goes in ----------------------------------------------------------------
 
-# build_program NAME READY: builds a static program of this repository, unless READY, the value of
-# the variable for it, names one. Sets `program`.
+# program_key NAME: what a program of this repository is made of, as a hash: its sources, those of
+# others, the compiler, and how it is called.
+program_key() {
+    {
+        cd "$REPOSITORY"
+        printf '%s\n' "$1" "$TRIPLE" "$STATIC" "${SMALL_PROFILE[@]}"
+        rustc -vV
+        find Cargo.toml Cargo.lock rootfs -type f \( -name '*.rs' -o -name '*.toml' -o -name '*.lock' \) \
+            -print0 | sort -z | xargs -0 sha256sum
+    } | sha256sum | cut -c 1-32
+}
+
+# build_program NAME READY: builds a static program of this repository, or finds it in the cache,
+# unless READY, the value of the variable for it, names one. Sets `program`.
 build_program() {
     local name=$1 ready=$2 directory
     if [[ -n $ready ]]; then
@@ -135,17 +148,21 @@ build_program() {
         return
     fi
     command -v cargo >/dev/null || die "no cargo: install Rust, or name a ready $name, see --help"
+    program=$(cache_root)/programs/$(program_key "$name")/$name
+    [[ -s $program ]] && return
     directory=$(target_dir)/guest-build
     say "building $name in $directory"
     # Flags of the caller's are for the host. Paths are left out, so that the same source gives the
     # same binary wherever it lies.
     env -u CARGO_ENCODED_RUSTFLAGS -u CARGO_BUILD_TARGET -u CARGO_TARGET_DIR \
-        RUSTFLAGS="-C target-feature=+crt-static --remap-path-prefix=$REPOSITORY=. \
+        RUSTFLAGS="$STATIC --remap-path-prefix=$REPOSITORY=. \
             --remap-path-prefix=${CARGO_HOME:-${HOME:-}/.cargo}=cargo" \
         cargo build --quiet --release --package "$name" --bin "$name" \
         --manifest-path "$REPOSITORY/Cargo.toml" --target "$TRIPLE" --target-dir "$directory" \
         "${SMALL_PROFILE[@]}" >&2 || die "$name does not build"
-    program=$directory/$TRIPLE/release/$name
+    mkdir -p "${program%/*}"
+    cp "$directory/$TRIPLE/release/$name" "$program.$$"
+    mv "$program.$$" "$program"
 }
 
 find_busybox() {
