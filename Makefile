@@ -63,7 +63,7 @@ guest: ## Run the tests of Linux guests, on hardware KVM or in the lab
 	$(call step,Linux guests)
 	@tests/harness/stock-kernel >/dev/null
 	@tests/harness/go-tool crictl >/dev/null
-	@cargo test -p cube-tests --test boot --test api --test devices --test containers --test shim
+	@tests/guests $(VMM)
 
 bench: build ## Measure the boot (see benches/README.md for more)
 	$(call step,Benches)
