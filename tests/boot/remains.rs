@@ -8,9 +8,9 @@ pub fn trials() -> Vec<Trial> {
     harness::trials![runs_leave_nothing_behind, the_vmm_itself_takes_little_memory]
 }
 
-/// `CUBE_SOAK_RUNS`, 5 by default: how many runs in a row.
+/// `CUBE_SOAK_RUNS`, 3 by default: how many runs in a row.
 fn soak_runs() -> usize {
-    std::env::var("CUBE_SOAK_RUNS").map_or(5, |count| count.parse().unwrap())
+    std::env::var("CUBE_SOAK_RUNS").map_or(3, |count| count.parse().unwrap())
 }
 
 fn runs_leave_nothing_behind() {
