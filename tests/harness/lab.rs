@@ -16,7 +16,7 @@ const LAB_TIMEOUT: &str = "1200";
 
 /// Trials that one lab runs: enough that its start is little of the time, few enough that the processors
 /// have something to do up to the end, and that one lab that goes down takes little with it.
-const BUNDLE: usize = 20;
+const BUNDLE: usize = 12;
 
 /// The groups that a lab runs, which is told to the program in it.
 const GROUPS_VARIABLE: &str = "CUBE_GROUPS";
