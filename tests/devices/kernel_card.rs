@@ -101,6 +101,7 @@ fn the_kernels_card_conforms() {
             .exercise(|driver| exchange(driver, &cards.interface()))
             .answers(&[CONTROL])
             .thinned(97)
+            .calmed(97)
             .run();
     });
 }

@@ -34,6 +34,7 @@ pub struct Conformance<'a> {
     answers: Vec<u16>,
     ram: fn() -> Memory,
     thinned: usize,
+    calmed: usize,
     kind: Cell<Kind>,
     executor: Executor,
     thread: String,
@@ -50,6 +51,7 @@ impl<'a> Conformance<'a> {
             answers: Vec::new(),
             ram,
             thinned: 1,
+            calmed: 1,
             kind: Cell::new(Kind::Mmio),
             executor: Executor::spawn(&thread).unwrap(),
             thread,
@@ -76,10 +78,16 @@ impl<'a> Conformance<'a> {
         self
     }
 
-    /// One in `factor` only of the resets, of the damaged records, which are a thousand or more of
-    /// each, and of the storms on its rings: for a device that is slow to make and to start.
+    /// One in `factor` only of the resets and of the damaged records, which are a thousand or more
+    /// of each: for a device that is slow to make and to start.
     pub fn thinned(mut self, factor: usize) -> Self {
         self.thinned = factor;
+        self
+    }
+
+    /// One in `factor` only of the storms on its rings: for a device that is busy with each of them.
+    pub fn calmed(mut self, factor: usize) -> Self {
+        self.calmed = factor;
         self
     }
 
@@ -96,9 +104,9 @@ impl<'a> Conformance<'a> {
         }
     }
 
-    /// How many of `all` are left when it is thinned, and at least `least`.
+    /// How many of `all` are left when it is calmed, and at least `least`.
     fn some_of(&self, all: u16, least: u16) -> u16 {
-        (usize::from(all) / self.thinned).max(usize::from(least)).min(usize::from(all)) as u16
+        (usize::from(all) / self.calmed).max(usize::from(least)).min(usize::from(all)) as u16
     }
 
     fn kind(&self) -> Kind {

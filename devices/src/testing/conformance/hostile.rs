@@ -45,7 +45,7 @@ fn same_head_twice(conformance: &Conformance<'_>, driver: &mut GuestDriver, queu
 
 /// Random descriptors, rewritten while the device looks at them.
 fn storm(conformance: &Conformance<'_>, driver: &mut GuestDriver, queue: u16) {
-    for seed in (0..STORMS).step_by(conformance.thinned) {
+    for seed in (0..STORMS).step_by(conformance.calmed) {
         let mut random = Random(seed + 1);
         let size = driver.queue_size(queue).min(32);
         for round in 0..8 {
