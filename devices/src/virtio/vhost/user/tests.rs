@@ -9,6 +9,7 @@ use std::path::Path;
 use std::sync::Arc;
 
 use tempfile::{NamedTempFile, TempDir};
+use vm_memory::GuestAddress;
 
 use super::*;
 use crate::executor::Executor;
@@ -101,10 +102,18 @@ fn reads(driver: &mut GuestDriver) {
 
 /// Fills a sector through a queue.
 fn writes(driver: &mut GuestDriver, queue: u16, sector: u64, byte: u8) {
+    let status = asks_to_write(driver, queue, sector, byte);
+    assert_eq!(driver.wait_used(queue).len, 1);
+    assert_eq!(driver.bytes(status, 1), [OK]);
+}
+
+/// Asks for a sector to be filled, without waiting; where the status will be.
+fn asks_to_write(driver: &mut GuestDriver, queue: u16, sector: u64, byte: u8) -> GuestAddress {
     let head = driver.alloc_with(&header(OUT, sector));
     let (data, status) = (driver.alloc_with(&[byte; 512]), driver.alloc_with(&[0xee]));
     let chain =
         [Buffer::readable(head, 16), Buffer::readable(data, 512), Buffer::writable(status, 1)];
-    assert_eq!(driver.exchange(queue, &chain), 1);
-    assert_eq!(driver.bytes(status, 1), [OK]);
+    driver.add(queue, &chain);
+    driver.kick(queue);
+    status
 }
