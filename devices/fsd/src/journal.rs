@@ -24,7 +24,7 @@ use std::os::unix::fs::FileExt;
 
 use crate::save::mount_of;
 use crate::state::{MAX_BYTES, Mount, State, StateError};
-use crate::table::{Change, Handle, Identity, Init, Node, Place, ROOT, Table};
+use crate::table::{Change, Handle, Identity, Init, Place, ROOT, Table};
 
 const FIRST: u64 = 4096;
 const END: u8 = 0xa5;
@@ -182,18 +182,10 @@ impl Journal {
 /// The table that was saved, with nothing of it looked up.
 pub(crate) fn table_of(mount: Mount) -> Table {
     let mut table = Table::default();
-    for saved in &mount.nodes {
+    table.take_in(mount.nodes, |saved| {
         let place = if saved.tombstone { Place::Tombstone } else { Place::Cold };
-        let identity = Identity { ino: saved.ino, btime: saved.btime };
-        let mut node = Node::new(place, saved.kind, identity);
-        node.lookups = saved.lookups;
-        table.insert(saved.id, node);
-    }
-    for saved in &mount.nodes {
-        for (parent, name) in &saved.names {
-            table.name_saved(*parent, name, saved.id);
-        }
-    }
+        (place, Identity { ino: saved.ino, btime: saved.btime })
+    });
     for saved in &mount.handles {
         let &crate::state::SavedHandle { node, directory, flags, .. } = saved;
         table.insert_handle(saved.id, Handle { node, inner: None, directory, flags });

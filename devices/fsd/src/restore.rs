@@ -20,7 +20,7 @@ use crate::identity::Seen;
 use crate::names::Name;
 use crate::share::Policy;
 use crate::state::{Mount, Orphan, SavedHandle, SavedNode, ShareIdentity, StateError};
-use crate::table::{Handle, Identity, Node, Place, ROOT, UNKNOWN};
+use crate::table::{Handle, Identity, Node, Place, ROOT, Taken, UNKNOWN};
 use crate::tracked::{Core, Inside, Tracked, c_name, ourselves};
 
 /// From so many nodes on they are looked up when they are needed, or when there is time.
@@ -121,22 +121,19 @@ impl<F: Core> Tracked<F> {
     pub fn restore(&self, mount: Mount, policy: Policy, tag: &str) -> Result<Report, RestoreError> {
         let mut inside = self.inside();
         let mut report = Report { tag: tag.to_owned(), policy, ..Report::default() };
-        take_in(&mut inside, &mount.nodes, policy);
         let lazy = policy == Policy::Tolerant && mount.nodes.len() >= LAZY_FROM;
+        let nodes = take_in(&mut inside, mount.nodes, policy, lazy);
         let failed = match policy {
             Policy::Remap => Vec::new(),
-            Policy::Tolerant if lazy => {
-                leave_cold(&mut inside, &mount.nodes);
-                Vec::new()
-            }
+            Policy::Tolerant if lazy => Vec::new(),
             Policy::Strict | Policy::Tolerant | Policy::Copy => {
-                self.find_all(&mut inside, &mount.nodes)?
+                self.find_all(&mut inside, &nodes)?
             }
         };
         if policy != Policy::Remap {
             self.remake_orphans(&mut inside, &mount.orphans, &mut report)?;
         }
-        note_stale(&inside, &mount.nodes, &failed, &mut report);
+        note_stale(&inside, &nodes, &failed, &mut report);
         if let (Policy::Strict, Some(first)) = (policy, report.stale.first()) {
             let Stale { path, reason, .. } = first.clone();
             return Err(RestoreError::Changed { path, reason });
@@ -164,11 +161,11 @@ impl<F: Core> Tracked<F> {
     fn find_all(
         &self,
         inside: &mut Inside,
-        nodes: &[SavedNode],
+        nodes: &[Taken],
     ) -> Result<Vec<(u64, Name, &'static str)>, RestoreError> {
         let mut failed = Vec::new();
         let was_gone: std::collections::HashSet<u64> =
-            nodes.iter().filter(|node| node.tombstone).map(|node| node.id).collect();
+            nodes.iter().filter(|node| node.was_gone).map(|node| node.id).collect();
         let mut directories = VecDeque::from([ROOT]);
         while let Some(parent) = directories.pop_front() {
             let children = inside.table.node(parent).map(|node| node.children.clone());
@@ -384,34 +381,17 @@ impl<F: Core> Tracked<F> {
     }
 }
 
-/// All nodes, none of them found yet but the root.
-fn take_in(inside: &mut Inside, nodes: &[SavedNode], policy: Policy) {
-    for saved in nodes.iter().filter(|node| node.id != ROOT) {
+/// All nodes, none of them found yet but the root. With `lazy` those that have a name, and were not gone,
+/// are cold: they can be looked up at any time.
+fn take_in(inside: &mut Inside, nodes: Vec<SavedNode>, policy: Policy, lazy: bool) -> Vec<Taken> {
+    inside.table.take_in(nodes, |saved| {
         let identity = match policy {
             Policy::Copy => UNKNOWN,
             _ => Identity { ino: saved.ino, btime: saved.btime },
         };
-        let mut node = Node::new(Place::Tombstone, saved.kind, identity);
-        node.lookups = saved.lookups;
-        inside.table.insert(saved.id, node);
-    }
-    for saved in nodes {
-        for (parent, name) in &saved.names {
-            inside.table.name_saved(*parent, name, saved.id);
-        }
-    }
-    if let Some((root, saved)) = inside.table.node_mut(ROOT).zip(nodes.first()) {
-        root.lookups = saved.lookups;
-    }
-}
-
-/// What has a name, and was not gone, can be looked up at any time.
-fn leave_cold(inside: &mut Inside, nodes: &[SavedNode]) {
-    for saved in nodes.iter().filter(|node| node.id != ROOT && !node.tombstone) {
-        if !saved.names.is_empty() {
-            inside.table.cool(saved.id);
-        }
-    }
+        let cold = lazy && !saved.tombstone && !saved.names.is_empty();
+        (if cold { Place::Cold } else { Place::Tombstone }, identity)
+    })
 }
 
 /// The same file. Where one side does not know when it was made, the number has to do.
@@ -422,7 +402,7 @@ fn is_same(was: Identity, ino: u64, seen: Seen) -> bool {
 
 fn note_stale(
     inside: &Inside,
-    nodes: &[SavedNode],
+    nodes: &[Taken],
     failed: &[(u64, Name, &'static str)],
     report: &mut Report,
 ) {
@@ -430,23 +410,23 @@ fn note_stale(
         .iter()
         .filter_map(|(parent, name, reason)| Some((inside.table.child(*parent, name)?, *reason)))
         .collect();
-    for saved in nodes {
-        let place = inside.table.node(saved.id).map(|node| node.place);
+    for node in nodes {
+        let place = inside.table.node(node.id).map(|node| node.place);
         if place.is_some_and(|place| place != Place::Tombstone) {
             report.restored += 1;
             continue;
         }
         report.stale_total += 1;
-        if saved.tombstone || report.stale.len() >= MAX_STALE || report.policy == Policy::Remap {
+        if node.was_gone || report.stale.len() >= MAX_STALE || report.policy == Policy::Remap {
             continue;
         }
-        let reason = match reasons.get(&saved.id) {
+        let reason = match reasons.get(&node.id) {
             Some(reason) => reason,
-            None if saved.names.is_empty() => "without a name, and its content was not saved",
+            None if !node.named => "without a name, and its content was not saved",
             None => "its directory is gone",
         };
-        let path = inside.table.path(saved.id);
-        report.stale.push(Stale { id: saved.id, path, reason: reason.to_owned() });
+        let path = inside.table.path(node.id);
+        report.stale.push(Stale { id: node.id, path, reason: reason.to_owned() });
     }
 }
 

@@ -93,8 +93,9 @@ fn state_of(
 pub(crate) fn mount_of(table: &Table, orphans: Vec<Orphan>) -> Option<Mount> {
     let Init { request, reply } = table.init.clone()?;
     let (next_node, next_handle) = table.next();
-    let mut nodes: Vec<_> = table.nodes().map(|(id, node)| saved_node(id, node)).collect();
-    nodes.sort_unstable_by_key(|node| node.id);
+    let mut nodes: Vec<_> = table.nodes().collect();
+    nodes.sort_unstable_by_key(|(id, _)| *id);
+    let nodes = nodes.into_iter().map(|(id, node)| saved_node(id, node)).collect();
     let handles = table.handles().map(|(id, handle)| SavedHandle {
         id,
         node: handle.node,
@@ -114,7 +115,7 @@ fn saved_node(id: u64, node: &Node) -> SavedNode {
         ino: node.identity.ino,
         btime: node.identity.btime,
         tombstone: node.place == Place::Tombstone,
-        names: node.names.iter().map(|(parent, name)| (*parent, name.to_vec())).collect(),
+        names: node.names.clone(),
     }
 }
 

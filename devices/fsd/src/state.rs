@@ -9,10 +9,12 @@
 //! through [`gate`] before any of it becomes a system call.
 
 pub mod gate;
+mod name_list;
 
 use serde::{Deserialize, Serialize};
 use sha2::{Digest, Sha256};
 
+use crate::names::Name;
 use crate::share::{Cache, Settings};
 
 const MAGIC: &[u8; 8] = b"CUBEVFS\0";
@@ -117,7 +119,8 @@ pub struct SavedNode {
     /// It was gone by then.
     pub tombstone: bool,
     /// Parent and component.
-    pub names: Vec<(u64, Vec<u8>)>,
+    #[serde(with = "name_list")]
+    pub names: Vec<(u64, Name)>,
 }
 
 /// See [`crate::table::Handle`].
@@ -179,12 +182,15 @@ pub enum StateError {
 impl State {
     /// The bytes of the saved form.
     pub fn to_bytes(&self) -> Result<Vec<u8>, StateError> {
-        let payload = postcard::to_allocvec(self)?;
-        let mut bytes = Vec::with_capacity(HEAD + payload.len() + SUM);
+        let mut bytes = Vec::with_capacity(HEAD + SUM);
         bytes.extend_from_slice(MAGIC);
         bytes.extend_from_slice(&VERSION.to_le_bytes());
-        bytes.extend_from_slice(&(payload.len() as u64).to_le_bytes());
-        bytes.extend_from_slice(&payload);
+        bytes.extend_from_slice(&[0; 8]);
+        let mut bytes = postcard::to_extend(self, bytes)?;
+        let payload = (bytes.len() - HEAD) as u64;
+        if let Some(length) = bytes.get_mut(HEAD - 8..HEAD) {
+            length.copy_from_slice(&payload.to_le_bytes());
+        }
         let sum = Sha256::digest(&bytes);
         bytes.extend_from_slice(&sum);
         match bytes.len() {

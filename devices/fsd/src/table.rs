@@ -12,10 +12,14 @@
 //! Nothing in here makes a system call.
 
 mod changes;
+mod saved;
 
-use std::collections::{BTreeMap, HashMap};
+use std::collections::BTreeMap;
+
+use foldhash::HashMap;
 
 pub use self::changes::{Change, Changes};
+pub use self::saved::Taken;
 use crate::names::Name;
 
 /// The root, whose number FUSE has fixed.
@@ -248,29 +252,10 @@ impl Table {
         Some(inner)
     }
 
-    /// A node that was taken in without a place is cold.
-    pub fn cool(&mut self, id: u64) {
-        if let Some(node) = self.nodes.get_mut(&id).filter(|node| node.place == Place::Tombstone) {
-            node.place = Place::Cold;
-            self.by_identity.insert(node.identity, id);
-        }
-    }
-
     /// A node is no longer cold.
     fn warmed(&mut self, identity: Identity, id: u64) {
         if self.by_identity.get(&identity) == Some(&id) {
             self.by_identity.remove(&identity);
-        }
-    }
-
-    /// A name as it was saved: nothing else has it.
-    pub fn name_saved(&mut self, parent: u64, name: &[u8], child: u64) {
-        let name = Name::from(name);
-        if let Some(directory) = self.nodes.get_mut(&parent) {
-            directory.children.insert(name.clone(), child);
-        }
-        if let Some(node) = self.nodes.get_mut(&child) {
-            node.names.push((parent, name));
         }
     }
 

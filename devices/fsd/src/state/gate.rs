@@ -5,7 +5,7 @@
 //! that is there, following parents comes to an end, and handles are opened with flags that change
 //! nothing.
 
-use std::collections::{HashMap, HashSet};
+use foldhash::{HashMap, HashMapExt as _, HashSet, HashSetExt as _};
 
 use super::{MAX_DEPTH, MAX_HANDLES, MAX_NODES, Mount, Orphan, SavedHandle, SavedNode, State};
 use crate::names::{is_legal, shown};
@@ -31,6 +31,9 @@ pub const MAX_ORPHANS: u64 = 32 << 20;
 
 const MAX_LOOKUPS: u64 = 1 << 56;
 const MAX_MESSAGE: usize = 4096;
+
+/// The kind of each node.
+type Kinds = HashMap<u64, u32>;
 
 /// What is wrong with a state.
 #[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
@@ -109,9 +112,11 @@ fn check_mount(mount: &Mount, read_only: bool) -> Result<(), GateError> {
         return Err(GateError::Init);
     }
     check_nodes(mount)?;
-    check_names(mount)?;
+    let mut kinds = Kinds::with_capacity(mount.nodes.len());
+    kinds.extend(mount.nodes.iter().map(|node| (node.id, node.kind)));
+    check_names(mount, &kinds)?;
     check_order(mount)?;
-    check_handles(mount, read_only)?;
+    check_handles(mount, &kinds, read_only)?;
     check_orphans(mount)
 }
 
@@ -160,9 +165,8 @@ fn check_nodes(mount: &Mount) -> Result<(), GateError> {
     Ok(())
 }
 
-fn check_names(mount: &Mount) -> Result<(), GateError> {
-    let kinds: HashMap<u64, u32> = mount.nodes.iter().map(|node| (node.id, node.kind)).collect();
-    let mut seen = HashSet::new();
+fn check_names(mount: &Mount, kinds: &Kinds) -> Result<(), GateError> {
+    let mut seen = HashSet::with_capacity(mount.nodes.len());
     for node in &mount.nodes {
         at_most("names of one file", node.names.len(), MAX_DEPTH)?;
         if node.kind == libc::S_IFDIR && node.names.len() > 1 {
@@ -175,7 +179,7 @@ fn check_names(mount: &Mount) -> Result<(), GateError> {
             if kinds.get(parent) != Some(&libc::S_IFDIR) {
                 return Err(GateError::Parent { id: node.id, parent: *parent });
             }
-            if !seen.insert((*parent, name.as_slice())) {
+            if !seen.insert((*parent, &**name)) {
                 return Err(GateError::SameName { parent: *parent, name: shown(name) });
             }
         }
@@ -219,8 +223,7 @@ fn check_order(mount: &Mount) -> Result<(), GateError> {
     Ok(())
 }
 
-fn check_handles(mount: &Mount, read_only: bool) -> Result<(), GateError> {
-    let kinds: HashMap<u64, u32> = mount.nodes.iter().map(|node| (node.id, node.kind)).collect();
+fn check_handles(mount: &Mount, kinds: &Kinds, read_only: bool) -> Result<(), GateError> {
     let mut before = None;
     for &SavedHandle { id, node, directory, flags } in &mount.handles {
         if before.is_some_and(|before| id <= before) {
@@ -258,14 +261,16 @@ fn check_needed(mount: &Mount) -> Result<(), GateError> {
 }
 
 fn check_orphans(mount: &Mount) -> Result<(), GateError> {
-    let nodes: HashMap<u64, &SavedNode> = mount.nodes.iter().map(|node| (node.id, node)).collect();
+    let nodes = &mount.nodes;
     let mut seen = HashSet::new();
     let mut all = 0_u64;
     for orphan in &mount.orphans {
         let fits = |node: &&SavedNode| {
             node.kind == libc::S_IFREG && node.names.is_empty() && !node.tombstone
         };
-        let node = nodes.get(&orphan.node).copied();
+        // They are in order by now.
+        let at = nodes.binary_search_by_key(&orphan.node, |node| node.id);
+        let node = at.ok().and_then(|at| nodes.get(at));
         if node.filter(fits).is_none() || !seen.insert(orphan.node) {
             return Err(GateError::Orphan(orphan.node));
         }

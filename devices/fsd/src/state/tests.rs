@@ -11,7 +11,7 @@ pub(crate) fn example() -> State {
         ino: 100 + id,
         btime: 7,
         tombstone: false,
-        names: names.iter().map(|(parent, name)| (*parent, name.to_vec())).collect(),
+        names: names.iter().map(|(parent, name)| (*parent, (*name).into())).collect(),
     };
     let mut request = vec![0; 104];
     request[4] = crate::service::INIT as u8;
@@ -118,7 +118,7 @@ fn q2_counts_that_cannot_be_take_no_memory() {
 #[test]
 fn q3_names_that_leave_their_directory_are_refused() {
     for name in [&b".."[..], b"../../etc/hostname", b"/etc/hostname", b"", b".", b"a/b", b"a\0b"] {
-        let error = refusal(|mount| mount.nodes[1].names[0].1 = name.to_vec());
+        let error = refusal(|mount| mount.nodes[1].names[0].1 = name.into());
         assert!(matches!(error, GateError::Name { id: 2, .. }), "{error}");
     }
 }
@@ -129,7 +129,7 @@ fn q3_a_tree_that_cannot_be_is_refused() {
     assert_eq!(error, GateError::NoRoot);
     let error = refusal(|mount| mount.nodes.clear());
     assert_eq!(error, GateError::NoRoot);
-    let error = refusal(|mount| mount.nodes[0].names.push((2, b"x".to_vec())));
+    let error = refusal(|mount| mount.nodes[0].names.push((2, b"x"[..].into())));
     assert!(matches!(error, GateError::Root(_)));
     let error = refusal(|mount| mount.nodes[0].tombstone = true);
     assert!(matches!(error, GateError::Root(_)));
@@ -150,9 +150,9 @@ fn q3_a_tree_that_cannot_be_is_refused() {
     assert_eq!(error, GateError::Parent { id: 2, parent: 9 });
     let error = refusal(|mount| mount.nodes[2].names[0].0 = 3);
     assert_eq!(error, GateError::Parent { id: 3, parent: 3 });
-    let error = refusal(|mount| mount.nodes[2].names[1] = (ROOT, b"d".to_vec()));
+    let error = refusal(|mount| mount.nodes[2].names[1] = (ROOT, b"d"[..].into()));
     assert!(matches!(error, GateError::SameName { parent: ROOT, .. }));
-    let error = refusal(|mount| mount.nodes[1].names.push((ROOT, b"e".to_vec())));
+    let error = refusal(|mount| mount.nodes[1].names.push((ROOT, b"e"[..].into())));
     assert_eq!(error, GateError::DirectoryNames(2));
     let error = refusal(|mount| mount.nodes[2].kind = libc::S_IFREG | 1);
     assert!(matches!(error, GateError::Kind { id: 3, .. }));
@@ -231,7 +231,7 @@ fn a_chain_of_directories_may_be_deep_and_not_endless() {
         // Each in the next one, so that no order of numbers helps.
         for id in 2..depth + 2 {
             let parent = if id == depth + 1 { ROOT } else { id + 1 };
-            let names = vec![(parent, b"d".to_vec())];
+            let names = vec![(parent, b"d"[..].into())];
             mount.nodes.push(SavedNode { id, names, ..node.clone() });
         }
         mount.next_node = depth + 2;

@@ -223,7 +223,7 @@ fn q4_a_state_that_was_forged_changes_nothing() {
     };
     let cut = forged(&|mount| mount.handles[0].flags |= libc::O_TRUNC as u32);
     assert!(cut.contains("not allowed"), "{cut}");
-    let away = forged(&|mount| mount.nodes[1].names[0].1 = b"../secret".to_vec());
+    let away = forged(&|mount| mount.nodes[1].names[0].1 = b"../secret"[..].into());
     assert!(away.contains("no single component"), "{away}");
     assert_eq!(fs::read(path.join("f")).unwrap(), b"f");
     cage.holds();
