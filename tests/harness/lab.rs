@@ -11,8 +11,10 @@ use libtest_mimic::{Arguments, Trial};
 
 use crate::artifacts::{Artifact, may_skip, repository, tell_skipped};
 
-/// Seconds that a bundle of trials may take in the lab. Most need three minutes on an idle machine.
+/// Seconds that a bundle of trials may take in the lab, if [`LAB_TIMEOUT_VARIABLE`] does not say. Most need
+/// three minutes on an idle machine.
 const LAB_TIMEOUT: &str = "1200";
+const LAB_TIMEOUT_VARIABLE: &str = "CUBE_LAB_TIMEOUT";
 
 /// Trials that one lab runs: enough that its start is little of the time, few enough that the processors
 /// have something to do up to the end, and that one lab that goes down takes little with it.
@@ -170,7 +172,8 @@ fn in_lab(groups: Option<&str>, told: Told) -> bool {
     };
     for attempt in 1..=LABS {
         let mut command = Command::new(&lab);
-        command.args(["--timeout", LAB_TIMEOUT, "--"]).arg(&exe);
+        let timeout = env::var(LAB_TIMEOUT_VARIABLE).unwrap_or_else(|_| LAB_TIMEOUT.to_owned());
+        command.args(["--timeout", &timeout, "--"]).arg(&exe);
         command.args(env::args_os().skip(1)).envs(groups.map(|groups| (GROUPS_VARIABLE, groups)));
         match ended(&mut command, told) {
             Ok(status) if status.code() == Some(LAB_FAILED) && attempt < LABS => {

@@ -8,7 +8,7 @@ use cube_fsd::restore::LAZY_FROM;
 use cube_fsd::share::{Policy, Settings};
 use tempfile::tempdir;
 
-use crate::guest::{BOTH, Guest, READ, ROOT};
+use crate::guest::{Answers, BOTH, Guest, READ, ROOT};
 use crate::local::{Local, mounted, moved, restored};
 
 /// A guest whose server has few descriptors.
@@ -20,7 +20,7 @@ fn cramped(share: &Path, most: u64) -> Guest<Local> {
 }
 
 /// `directories` with `files` each, all of them known to the guest: node and path.
-fn tree(guest: &mut Guest<Local>, directories: u64, files: u64) -> Vec<(u64, String)> {
+pub fn tree<A: Answers>(guest: &mut Guest<A>, directories: u64, files: u64) -> Vec<(u64, String)> {
     let mut known = Vec::new();
     for d in 0..directories {
         let directory = guest.mkdir(ROOT, format!("d{d}")).unwrap().node;

@@ -2,6 +2,7 @@
 
 mod jail;
 mod life;
+mod many;
 mod succession;
 
 use std::fs;
