@@ -2,20 +2,16 @@
 //! root image, over vsock.
 
 use std::fs;
-use std::io::Read;
 use std::net::Ipv4Addr;
 use std::path::{Path, PathBuf};
 use std::process::{Child, Command, Stdio};
-use std::thread;
-use std::time::{Duration, Instant};
 
-use anyhow::{Context, bail, ensure};
-use guest_protocol::{Client, HybridSocket, Spawn, Stream};
+use anyhow::{Context, ensure};
+use guest_protocol::{Client, HybridSocket};
 
+use crate::agent::Agent;
 use crate::peer::Peer;
 
-/// A guest that is not ready by then never will be.
-const BOOTS_WITHIN: Duration = Duration::from_secs(320);
 /// Memory of each guest.
 const MEMORY_MIB: u32 = 256;
 
@@ -98,7 +94,8 @@ pub struct Guest {
     pub disk: PathBuf,
     /// The host's address on its TAP.
     pub host: Ipv4Addr,
-    vsock: PathBuf,
+    /// What it is asked by.
+    pub agent: Agent,
     vmm: Child,
 }
 
@@ -144,8 +141,9 @@ impl Guest {
         };
         start.stdin(Stdio::null()).stdout(Stdio::null());
         let vmm = start.spawn().with_context(|| format!("{start:?}"))?;
-        let mut guest = Self { kind: kind.clone(), name: kind.name(), disk, host, vsock, vmm };
-        guest.wait_until_ready()?;
+        let agent = Agent::new(kind.name(), HybridSocket::new(vsock));
+        let mut guest = Self { kind: kind.clone(), name: kind.name(), disk, host, agent, vmm };
+        guest.agent.wait_until_ready(&mut guest.vmm)?;
         guest.sh(&format!(
             "mkdir -p /tools && mount -t erofs /dev/vda /tools && ip link set eth0 up && \
              ip addr add 198.18.{number}.2/24 dev eth0"
@@ -153,37 +151,14 @@ impl Guest {
         Ok(guest)
     }
 
-    fn wait_until_ready(&mut self) -> anyhow::Result<()> {
-        let deadline = Instant::now() + BOOTS_WITHIN;
-        loop {
-            let Err(error) = self.client().and_then(|mut client| Ok(client.ping()?)) else {
-                return Ok(());
-            };
-            if let Some(status) = self.vmm.try_wait()? {
-                bail!("{}: the VMM has ended, {status}", self.name);
-            }
-            ensure!(Instant::now() < deadline, "{} is not ready: {error:#}", self.name);
-            thread::sleep(Duration::from_millis(50));
-        }
-    }
-
     /// A connection to the agent.
     pub fn client(&self) -> anyhow::Result<Client> {
-        Ok(Client::connect(HybridSocket::new(&self.vsock))?)
+        self.agent.client()
     }
 
     /// Runs a line of shell and gives what it prints. Its errors are on standard output, too.
     pub fn sh(&self, line: &str) -> anyhow::Result<String> {
-        let mut client = self.client()?;
-        let mut spawn = Spawn::new(["sh", "-c", &format!("exec 2>&1; {line}")]);
-        spawn.stdout = true;
-        let process = client.spawn(spawn)?.process;
-        let mut text = String::new();
-        client.attach(process, Stream::Stdout)?.read_to_string(&mut text)?;
-        let status = client.wait(process)?;
-        client.release(process)?;
-        ensure!(status.success(), "{}: {line:?} in the guest: {status:?}, {text}", self.name);
-        Ok(text)
+        self.agent.sh(line)
     }
 }
 
@@ -210,17 +185,18 @@ fn firecracker(files: &Files, disk: &Path, vsock: &Path, tap: &str, engine: &str
 /// What makes images of programs for guests, here and in the tests.
 const TOOL_IMAGE: &str = concat!(env!("CARGO_MANIFEST_DIR"), "/../tests/harness/tool-image");
 
-/// Makes an erofs image with a program of the host in `bin` and its libraries in `lib`, the loader
+/// Makes an erofs image with programs of the host in `bin` and their libraries in `lib`, the loader
 /// as `ld.so`.
-pub fn tools(folder: &Path, program: &Path) -> anyhow::Result<PathBuf> {
+pub fn tools(folder: &Path, programs: &[&Path]) -> anyhow::Result<PathBuf> {
     let image = folder.join("tools.erofs");
-    let [to, program] = [image.as_path(), program].map(|path| path.display().to_string());
-    command(TOOL_IMAGE, &[&to, &program])?;
+    let paths = [image.as_path()].into_iter().chain(programs.iter().copied());
+    let paths: Vec<String> = paths.map(|path| path.display().to_string()).collect();
+    command(TOOL_IMAGE, &paths.iter().map(String::as_str).collect::<Vec<_>>())?;
     Ok(image)
 }
 
 /// Runs a program of the host that prepares something.
-fn command(program: &str, arguments: &[&str]) -> anyhow::Result<()> {
+pub(crate) fn command(program: &str, arguments: &[&str]) -> anyhow::Result<()> {
     let path = std::env::var("PATH").unwrap_or_default() + ":/usr/sbin:/sbin";
     let output = Command::new(program).args(arguments).env("PATH", path).output();
     let output = output.with_context(|| format!("{program} is missing: run tests/packages"))?;
@@ -258,7 +234,7 @@ mod tests {
     #[test]
     fn what_is_missing_is_named_with_its_cure() {
         let folder = tempfile::tempdir().unwrap();
-        let error = tools(folder.path(), "/nonexistent/fio".as_ref()).unwrap_err().to_string();
+        let error = tools(folder.path(), &["/nonexistent/fio".as_ref()]).unwrap_err().to_string();
         assert!(error.ends_with("/nonexistent/fio is missing: run tests/packages"), "{error}");
     }
 }

@@ -14,6 +14,7 @@ use anyhow::{Context, bail, ensure};
 use clap::Parser;
 use guest_protocol::{Spawn, Stream};
 
+use cube_benches::fio::Load;
 use cube_benches::guests::{self, Files, Guest, Kind, Part};
 use cube_benches::host::Host;
 use cube_benches::peer::Peer;
@@ -61,30 +62,18 @@ const DISK_MIB: usize = 64;
 const STREAM: u64 = 16 << 20;
 /// Messages that are answered.
 const MESSAGES: u64 = 100;
-const FIO: &str = "/tools/lib/ld.so --library-path /tools/lib /tools/bin/fio";
-
-/// A number of requests of `fio`.
-struct Load {
-    name: &'static str,
-    pattern: &'static str,
-    size: &'static str,
-    depth: u32,
-    count: u64,
-    /// The host has nothing of it in its page cache.
-    cold: bool,
-}
-
 const fn load(name: &'static str, pattern: &'static str, depth: u32, count: u64) -> Load {
-    Load { name, pattern, size: "4k", depth, count, cold: false }
+    Load { name, pattern, size: "4k", depth, count }
 }
 
-const LOADS: &[Load] = &[
-    load("random reads of 4 KiB", "randread", 32, 4000),
-    Load { cold: true, ..load("random reads of 4 KiB, cold page cache", "randread", 32, 2000) },
-    load("random reads of 4 KiB, one at a time", "randread", 1, 1000),
-    load("random writes of 4 KiB", "randwrite", 32, 4000),
-    Load { size: "128k", ..load("sequential reads of 128 KiB", "read", 32, 400) },
-    Load { size: "128k", ..load("sequential writes of 128 KiB", "write", 32, 400) },
+/// And whether the host has nothing of it in its page cache.
+const LOADS: &[(Load, bool)] = &[
+    (load("random reads of 4 KiB", "randread", 32, 4000), false),
+    (load("random reads of 4 KiB, cold page cache", "randread", 32, 2000), true),
+    (load("random reads of 4 KiB, one at a time", "randread", 1, 1000), false),
+    (load("random writes of 4 KiB", "randwrite", 32, 4000), false),
+    (Load { size: "128k", ..load("sequential reads of 128 KiB", "read", 32, 400) }, false),
+    (Load { size: "128k", ..load("sequential writes of 128 KiB", "write", 32, 400) }, false),
 ];
 
 /// What a guest does, and how long it takes.
@@ -150,7 +139,7 @@ fn boot_all(
     let files = Files {
         kernel: guest.join("vmlinux"),
         initrd: guest.join("initrd.cpio"),
-        tools: guests::tools(folder, "/usr/bin/fio".as_ref())?,
+        tools: guests::tools(folder, &["/usr/bin/fio".as_ref()])?,
         folder: folder.to_owned(),
     };
     let mut kinds = Vec::new();
@@ -180,10 +169,9 @@ fn boot_all(
 
 fn jobs(scale: u64) -> Vec<Job> {
     let mut jobs = Vec::new();
-    for load in LOADS {
-        let count = load.count * scale;
-        let title = format!("{}: {count} requests, {} in flight", load.name, load.depth);
-        jobs.push(job(title, Part::Disk, move |guest| fio(guest, load, count)));
+    for (load, cold) in LOADS {
+        let load = load.scaled(scale);
+        jobs.push(job(load.title(), Part::Disk, move |guest| disk(guest, &load, *cold)));
     }
     let (bytes, messages) = (STREAM * scale, MESSAGES * scale);
     let mib = bytes >> 20;
@@ -204,25 +192,11 @@ fn job(title: String, part: Part, act: impl Fn(&Guest) -> anyhow::Result<u64> + 
 }
 
 /// What the guest's clock says between the first request and the last answer.
-fn fio(guest: &Guest, load: &Load, count: u64) -> anyhow::Result<u64> {
-    if load.cold {
+fn disk(guest: &Guest, load: &Load, cold: bool) -> anyhow::Result<u64> {
+    if cold {
         forget(&File::open(&guest.disk)?)?;
     }
-    let Load { pattern, size, depth, .. } = load;
-    let report = guest.sh(&format!(
-        "cd /tmp && {FIO} --name=load --filename=/dev/vdb --direct=1 --ioengine=io_uring --thread \
-         --rw={pattern} --bs={size} --iodepth={depth} --size={DISK_MIB}M --io_size=100G \
-         --number_ios={count} --norandommap --output-format=json --output=report && \
-         sed -n '/^{{/,$p' report"
-    ))?;
-    let report: serde_json::Value = serde_json::from_str(&report).context("fio's report")?;
-    let way = if pattern.ends_with("read") { "read" } else { "write" };
-    let done = &report["jobs"][0][way];
-    let (Some(ios), Some(rate)) = (done["total_ios"].as_u64(), done["iops"].as_f64()) else {
-        bail!("fio's report has no figures: {report}");
-    };
-    ensure!(ios == count && rate > 0.0, "fio has done {ios} requests of {count}");
-    Ok((count as f64 / rate * 1e9) as u64)
+    load.run(&guest.agent, "io_uring", "/dev/vdb", DISK_MIB)
 }
 
 fn forget(file: &File) -> anyhow::Result<()> {
