@@ -1,5 +1,10 @@
 //! Directories of the host in a guest, and through snapshots.
 
+#[path = "shares/at_work.rs"]
+mod at_work;
+#[path = "shares/copies.rs"]
+mod copies;
+
 use std::fs;
 use std::os::unix::fs::MetadataExt;
 use std::path::{Path, PathBuf};
@@ -14,8 +19,11 @@ pub fn trials() -> Vec<Trial> {
         b2_c1_d4_open_files_directories_and_mounts_survive_a_snapshot,
         i1_another_directory_takes_the_place_of_a_share,
         a_restore_that_is_refused_says_why_and_leaves_nothing,
-        n1_work_goes_on_through_snapshots_while_the_host_changes_things,
     ]
+    .into_iter()
+    .chain(at_work::trials())
+    .chain(copies::trials())
+    .collect()
 }
 
 /// A folder of the host to be shared.
@@ -134,49 +142,6 @@ fn b2_c1_d4_open_files_directories_and_mounts_survive_a_snapshot() {
     run(&vm, "echo more >/work/more; rm /work/more");
     let Reply::Shares { shares } = vm.request(&Request::Shares {}) else { panic!("no shares") };
     assert_eq!((shares[0].server_losses, shares[0].server_restarts), (1, 1));
-}
-
-/// Writes numbers to a file that stays open, makes and removes a tree as git does, and reads what the
-/// host changes. What must not be is kept in /tmp/bad, what may be in /tmp/seen.
-const WORK: &str = r#"mkdir /work /other; mount -t virtiofs work /work; mount -t virtiofs other /other
-(exec 3>>/work/log; i=0; while :; do i=$((i+1)); echo $i >&3 || echo log $i >>/tmp/bad; sleep 0.05; done) &
-(while :; do
-    mkdir -p /work/t/a && echo x >/work/t/a/new && ln /work/t/a/new /work/t/a/link &&
-    mv /work/t/a/new /work/t/a/obj && [ "$(cat /work/t/a/link)" = x ] && rm -r /work/t || echo tree >>/tmp/bad
-done) 2>>/tmp/bad &
-(while :; do for f in /other/*; do cat $f; done >/dev/null 2>>/tmp/seen; sleep 0.1; done) &
-wait"#;
-
-fn n1_work_goes_on_through_snapshots_while_the_host_changes_things() {
-    let cycles = std::env::var("CUBE_SHARE_CYCLES").ok().and_then(|text| text.parse().ok());
-    let store = Place::new();
-    let (work, other) = (folder(&store, "work"), folder(&store, "other"));
-    let mut vm = TestVm::builder()
-        .option("--fs", share("work", &work, ""))
-        .option("--fs", share("other", &other, ",ro"))
-        .boot();
-    fs::write(other.join("0"), "0").unwrap();
-    vm.leave(sh(WORK));
-    for cycle in 0..cycles.unwrap_or(2_u32) {
-        let written = || fs::read_to_string(work.join("log")).unwrap_or_default().lines().count();
-        let before = written();
-        harness::eventually("it goes on writing", || written() > before + 5);
-        let dir = store.given_path(&format!("cycle{cycle}"));
-        save(&vm, &dir);
-        drop(vm);
-        fs::rename(other.join(cycle.to_string()), other.join("moved")).unwrap();
-        fs::write(other.join((cycle + 1).to_string()), "new").unwrap();
-        vm = restore(&dir, &[]);
-        fs::remove_dir_all(&dir).unwrap();
-    }
-    run(&vm, "sleep 1; sync");
-    assert_eq!(run(&vm, "cat /tmp/bad 2>/dev/null; true"), "");
-    let seen = run(&vm, "cat /tmp/seen");
-    assert!(!seen.contains("put/output"), "an I/O error: {seen}");
-    drop(vm);
-    let log = fs::read_to_string(work.join("log")).unwrap();
-    let numbers: Vec<usize> = log.lines().map(|line| line.parse().unwrap()).collect();
-    assert_eq!(numbers, (1..=numbers.len()).collect::<Vec<_>>());
 }
 
 fn i1_another_directory_takes_the_place_of_a_share() {

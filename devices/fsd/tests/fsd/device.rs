@@ -8,6 +8,7 @@ mod succession;
 use std::fs;
 use std::path::{Path, PathBuf};
 use std::process;
+use std::time::{Duration, Instant};
 
 use devices::executor::Executor;
 use devices::memory::{Bytes, GuestAddress};
@@ -45,12 +46,14 @@ impl Driven {
         Ok(Self::with(device, executor))
     }
 
-    /// Another guest, whose device begins with what was saved of one.
-    pub fn restored(config: FsConfig, record: Record) -> Self {
+    /// Another guest, whose device begins with what was saved of one; how long that took.
+    pub fn restored(config: FsConfig, record: Record) -> (Self, Duration) {
         let executor = Executor::spawn("test-fs").unwrap();
         let mut device = Fs::new(executor.handle(), config).unwrap();
+        let start = Instant::now();
         device.restore_record(record).unwrap();
-        Self::with(device, executor)
+        let took = start.elapsed();
+        (Self::with(device, executor), took)
     }
 
     fn with(device: Fs, executor: Executor) -> Self {

@@ -3,8 +3,6 @@
 use std::fs;
 use std::time::Instant;
 
-use devices::snapshot::Stateful;
-
 use super::*;
 use crate::cold::tree;
 use crate::guest::{BOTH, ROOT};
@@ -32,18 +30,14 @@ fn g8_a_server_that_goes_on_with_many_nodes_takes_little_for_each() {
     let record = of_device(&server.driver.save());
     let saved = start.elapsed();
     drop(server);
-    let executor = Executor::spawn("test-fs").unwrap();
-    let mut device = Fs::new(executor.handle(), config(share.path())).unwrap();
-    let start = Instant::now();
-    device.restore_record(record).unwrap();
-    let restored = start.elapsed();
+    let (driven, restored) = Driven::restored(config(share.path()), record);
     let most = kilobytes(server_of(share.path()).unwrap(), "VmHWM:");
     println!(
         "{} nodes: saved in {saved:?}, restored in {restored:?}; the server has {fresh} KiB when \
          fresh, and at most {most} KiB while it was restored",
         known.len()
     );
-    let mut guest = Guest::new(Driven::with(device, executor));
+    let mut guest = Guest::new(driven);
     guest.write(node, handle, 0, b"x").unwrap();
     assert!(most * 1024 <= fresh * 1024 + 600 * nodes + (2 << 20), "{fresh} KiB, then {most} KiB");
 }
