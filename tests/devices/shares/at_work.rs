@@ -4,7 +4,7 @@ use std::fs;
 use std::path::Path;
 use std::time::Instant;
 
-use harness::{Place, TestVm, eventually, sh, tools};
+use harness::{Place, TestVm, eventually, image, sh, tools};
 use libtest_mimic::Trial;
 
 use super::{folder, restore, run, save, share};
@@ -15,8 +15,7 @@ pub fn trials() -> Vec<Trial> {
 
 /// Works on both shares in every way that keeps something open or depends on order: a log, a file that is
 /// open and has no name, a tree that is made and removed as git does, locks that exclude, a current
-/// directory deep down, pages that are mapped (by `fio`, which knows what it wrote), and files that the
-/// host changes. What must not be goes to /tmp/bad, what may be to /tmp/seen; rounds are counted.
+/// directory deep down, pages that are mapped (see `mapped.c`), and files that the host changes. What must not be goes to /tmp/bad, what may be to /tmp/seen; rounds are counted.
 const WORK: &str = r#"mkdir /work /other; mount -t virtiofs work /work; mount -t virtiofs other /other
 : >/tmp/seen
 (exec 3>>/work/log; i=0; while :; do i=$((i+1)); echo $i >&3 || echo log $i >>/tmp/bad; sleep 0.05; done) &
@@ -40,8 +39,7 @@ done
 mkdir -p $deep && cd $deep && echo leaf >leaf
 while :; do [ "$(cat leaf ../d/leaf)" = "leaf
 leaf" ] || echo deep >>/tmp/bad; echo >>/tmp/deeps; sleep 1; done) 2>>/tmp/bad &
-(while $FIO --directory=/work --name=mapped --ioengine=mmap --rw=randrw --size=256k --verify=crc32c \
-    --verify_fatal=1 --do_verify=1 >/tmp/fio 2>&1; do echo >>/tmp/maps; sleep 4; done; cat /tmp/fio >>/tmp/bad) &
+$MAPPED /work/mapped >>/tmp/maps 2>>/tmp/bad &
 (while :; do cat /other/* >/dev/null 2>>/tmp/seen; sleep 1; done) &
 wait"#;
 
@@ -53,17 +51,25 @@ fn cycles() -> u32 {
     cycles.map_or(2, |text| text.parse().unwrap())
 }
 
+/// Makes the program that maps.
+fn mapped(place: &Place) -> String {
+    let program = place.given_path("mapped").to_str().unwrap().to_owned();
+    let source = harness::artifacts::repository().join("tests/devices/shares/mapped.c");
+    image::host("cc", &["-O1", "-Wall", "-Werror", "-o", &program, source.to_str().unwrap()]);
+    program
+}
+
 fn n1_work_goes_on_through_snapshots_while_the_host_changes_things() {
     let store = Place::new();
     let (work, other) = (folder(&store, "work"), folder(&store, "other"));
-    let programs = tools::programs(&store, &["/usr/bin/fio", "/usr/bin/flock"]);
+    let programs = tools::programs(&store, &[&mapped(&store), "/usr/bin/flock"]);
     let mut vm = TestVm::builder()
         .option("--fs", share("work", &work, ",id=work"))
         .option("--fs", share("other", &other, ",ro,id=other"))
         .option("--pmem", format!("path={programs},ro,id=tools"))
         .boot();
-    let [fio, flock] = ["fio", "flock"].map(tools::start);
-    vm.leave(sh(&format!("{}; cd /tmp; FIO='{fio}' FLOCK='{flock}'\n{WORK}", tools::MOUNT)));
+    let [mapped, flock] = ["mapped", "flock"].map(tools::start);
+    vm.leave(sh(&format!("{}; MAPPED='{mapped}' FLOCK='{flock}'\n{WORK}", tools::MOUNT)));
     eventually("the guest has mounted both", || work.join("log").exists());
     for cycle in 0..cycles() {
         turn_over(&other, cycle);
