@@ -178,7 +178,10 @@ fn title(cache: Cache, job: &Job<'_>) -> String {
 fn section(title: String, job: &Job<'_>, guests: &[Guest], cache: Cache, runs: usize) -> Section {
     eprintln!("share: {title}");
     let mount = cache.mount();
-    let attempt = |guest: &Guest| Ok(Trial { ended: (job.act)(guest, &mount)?, marks: Vec::new() });
+    let attempt = |guest: &Guest| {
+        let ended = (job.act)(guest, &mount).map_err(|error| guest.explain(error))?;
+        Ok(Trial { ended, marks: Vec::new() })
+    };
     let entrants: Vec<Entrant<'_>> = guests
         .iter()
         .map(|guest| Entrant {

@@ -94,6 +94,8 @@ pub struct Guest {
     /// What it is asked by.
     pub agent: Agent,
     processes: Vec<Child>,
+    /// Where its VMM and its console are heard.
+    logs: [PathBuf; 2],
 }
 
 impl Drop for Guest {
@@ -107,9 +109,18 @@ impl Drop for Guest {
 }
 
 impl Guest {
+    /// An error with what the VMM or the guest's kernel have said last.
+    pub fn explain(&self, error: anyhow::Error) -> anyhow::Error {
+        match self.logs.iter().find_map(|log| last_line(log)) {
+            Some(line) => error.context(format!("the last line of its VMM or console is {line:?}")),
+            None => error,
+        }
+    }
+
     /// Boots the guest with this number, which names its files.
     pub fn boot(kind: &Kind, number: u32, files: &Files, caches: &[Cache]) -> anyhow::Result<Self> {
         let path = |name: &str| files.folder.join(format!("{number}.{name}"));
+        let logs = [path("log"), path("console")];
         let mut guest = match kind {
             Kind::Cube { program, transport } => {
                 let vsock = path("vsock");
@@ -124,13 +135,13 @@ impl Guest {
                     let share = files.share.display();
                     start.arg("--fs").arg(format!("tag={cache},path={share},cache={cache}"));
                 }
-                Self { agent, processes: vec![spawn(start, &path("log"))?] }
+                Self { agent, processes: vec![spawn(start, &path("log"))?], logs }
             }
             Kind::Stock { qemu, virtiofsd } => {
                 // Nobody else's, since a host has one of each at a time.
                 let cid = std::process::id() + number + 3;
                 let agent = Agent::new(kind.name(), KernelVsock { cid });
-                let mut guest = Self { agent, processes: Vec::new() };
+                let mut guest = Self { agent, processes: Vec::new(), logs };
                 let mut shares = Vec::new();
                 for cache in caches {
                     let socket = path(cache.name());
@@ -146,11 +157,7 @@ impl Guest {
                 guest
             }
         };
-        let said = || last_line(&path("log")).or_else(|| last_line(&path("console")));
-        guest.mount(caches).map_err(|error| match said() {
-            Some(line) => error.context(format!("the last line of its VMM or console is {line:?}")),
-            None => error,
-        })?;
+        guest.mount(caches).map_err(|error| guest.explain(error))?;
         Ok(guest)
     }
 
@@ -347,7 +354,11 @@ mod tests {
         let mut start = Command::new("sh");
         start.args(["-c", "echo first; echo 'no such option' >&2; exit 2"]);
         let agent = Agent::new("x", KernelVsock { cid: 3 });
-        let mut guest = Guest { agent, processes: vec![spawn(start, &log).unwrap()] };
+        let mut guest = Guest {
+            agent,
+            processes: vec![spawn(start, &log).unwrap()],
+            logs: [log.clone(), log.clone()],
+        };
         let socket = folder.path().join("never");
         let error = guest.wait_until_served(&socket, &log).unwrap_err().to_string();
         assert_eq!(error, "virtiofsd: exit status: 2, said \"no such option\"");
