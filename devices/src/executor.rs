@@ -21,6 +21,7 @@ use event_manager::{
 };
 use vmm_sys_util::epoll::EventSet;
 
+use crate::event::Event;
 use crate::ids::Token;
 
 type Subscriber = Box<dyn MutEventSubscriber + Send>;
@@ -62,7 +63,8 @@ impl Interest {
 /// Work that reacts to file descriptors.
 ///
 /// `handle` never blocks, never waits for a vCPU, the control thread or another handler, and does
-/// a bounded amount of work per call. Sources are level-triggered: what is not read comes again.
+/// a bounded amount of work per call. Sources are level-triggered: what is not read comes again, but for
+/// [`Sources::add_signal`].
 pub trait Handler: Send {
     /// Registers the first sources. Called once, on the loop, before any `handle`.
     fn attach(&mut self, sources: &mut Sources<'_, '_>) -> io::Result<()>;
@@ -79,9 +81,19 @@ pub struct Sources<'a, 'b> {
 impl Sources<'_, '_> {
     /// Watches `fd` under `token`, replacing what had that token before.
     pub fn add(&mut self, token: Token, fd: &impl AsFd, interest: Interest) -> io::Result<()> {
+        self.add_for(token, fd, interest.event_set())
+    }
+
+    /// Watches `event` under `token`, replacing what had that token before. Each signal is told once,
+    /// and need not be cleared; what was signalled before is told at first.
+    pub fn add_signal(&mut self, token: Token, event: &Event) -> io::Result<()> {
+        self.add_for(token, event, EventSet::IN | EventSet::EDGE_TRIGGERED)
+    }
+
+    fn add_for(&mut self, token: Token, fd: &impl AsFd, what: EventSet) -> io::Result<()> {
         self.remove(token);
         let fd = fd.as_fd().try_clone_to_owned()?;
-        let events = Events::with_data(&fd, token.0, interest.event_set());
+        let events = Events::with_data(&fd, token.0, what);
         self.ops.add(events).map_err(to_io)?;
         self.registered.insert(token, fd);
         Ok(())
@@ -304,7 +316,6 @@ mod tests {
     use std::time::Duration;
 
     use super::*;
-    use crate::event::Event;
 
     struct Counter {
         event: Event,
@@ -373,6 +384,35 @@ mod tests {
         event.signal();
         assert!(seen.recv_timeout(Duration::from_millis(50)).is_err());
         assert!(running.stop().is_some());
+    }
+
+    #[test]
+    fn a_signal_is_told_once_and_nobody_clears_it() {
+        struct Signalled(Event, Sender<()>);
+        impl Handler for Signalled {
+            fn attach(&mut self, sources: &mut Sources<'_, '_>) -> io::Result<()> {
+                sources.add_signal(Token(3), &self.0)
+            }
+            fn handle(&mut self, _: Token, _: &mut Sources<'_, '_>) -> Flow {
+                self.1.send(()).unwrap();
+                Flow::Continue
+            }
+        }
+        let executor = Executor::spawn("test").unwrap();
+        let event = event();
+        for round in 1..3 {
+            let (sender, seen) = channel();
+            event.signal();
+            let handler = Signalled(event.clone(), sender);
+            let running = executor.handle().run(handler).ok().unwrap();
+            for signal in 0..3 {
+                assert_eq!(seen.recv_timeout(SOON), Ok(()), "signal {signal}, round {round}");
+                assert!(seen.recv_timeout(Duration::from_millis(20)).is_err());
+                event.signal();
+            }
+            running.stop().unwrap();
+        }
+        assert_eq!(event.clear(), 8);
     }
 
     #[test]

@@ -4,10 +4,10 @@
 //! saved, and no message needs a lock.
 
 mod vhost_user;
+mod watch;
 
 use std::fs::File;
 use std::io::{self, BufRead, BufReader, Read, Write};
-use std::os::fd::AsRawFd;
 use std::os::unix::net::UnixStream;
 use std::sync::{Arc, Mutex, PoisonError};
 
@@ -17,6 +17,7 @@ use virtio_queue::{Queue, QueueT};
 use vm_memory::GuestAddress;
 use vmm_sys_util::eventfd::EventFd;
 
+use self::watch::Watch;
 use crate::service::{Memory, Service};
 use crate::state::MAX_BYTES;
 use crate::tracked::Core;
@@ -60,6 +61,8 @@ struct Session<F: Core> {
     memory: Option<Memory>,
     mappings: Vec<Mapping>,
     rings: Vec<Ring>,
+    /// Each side says with which entry of a ring it wants to be signalled.
+    by_index: bool,
     transfer: Option<Transfer>,
     /// The last transfer went well.
     transferred: bool,
@@ -77,27 +80,27 @@ pub fn serve<F: Core>(
         memory: None,
         mappings: Vec::new(),
         rings,
+        by_index: false,
         transfer: None,
         transferred: true,
     };
     let session = Arc::new(Mutex::new(session));
-    let socket = vhost.as_raw_fd();
+    let mut watch = Watch::new(&vhost, control)?;
     let mut requests = BackendReqHandler::from_stream(vhost, session.clone());
     let mut questions = BufReader::new(control);
     loop {
-        let (kicks, busy) = {
-            let session = lock(&session);
-            (session.kicks(), session.service.is_busy())
-        };
+        let busy = lock(&session).service.is_busy();
         // With something to do, nobody is waited for.
-        let ready = wait(socket, control.as_raw_fd(), &kicks, if busy { 0 } else { -1 })?;
+        let ready = watch.wait(if busy { 0 } else { -1 })?;
         if ready.vhost {
             match requests.handle_request() {
                 Ok(()) => {}
                 Err(VhostError::Disconnected | VhostError::SocketBroken(_)) => return Ok(()),
                 Err(error) => return Err(io::Error::other(error)),
             }
-            lock(&session).transfer();
+            let mut session = lock(&session);
+            session.transfer();
+            watch.follow(session.kicks())?;
         }
         if ready.control && !answer(&session, &mut questions, control) {
             return Ok(());
@@ -112,34 +115,6 @@ pub fn serve<F: Core>(
 
 fn lock<F: Core>(session: &Arc<Mutex<Session<F>>>) -> std::sync::MutexGuard<'_, Session<F>> {
     session.lock().unwrap_or_else(PoisonError::into_inner)
-}
-
-/// What there is to do.
-struct Ready {
-    vhost: bool,
-    control: bool,
-    kicked: bool,
-}
-
-fn wait(vhost: i32, control: i32, kicks: &[i32], millis: i32) -> io::Result<Ready> {
-    let fds = [vhost, control].into_iter().chain(kicks.iter().copied());
-    let mut polls: Vec<_> =
-        fds.map(|fd| libc::pollfd { fd, events: libc::POLLIN, revents: 0 }).collect();
-    loop {
-        // SAFETY: an array of that many pollfds that outlives the call.
-        let found = unsafe { libc::poll(polls.as_mut_ptr(), polls.len() as libc::nfds_t, millis) };
-        match found {
-            -1 if io::Error::last_os_error().kind() == io::ErrorKind::Interrupted => {}
-            -1 => return Err(io::Error::last_os_error()),
-            _ => break,
-        }
-    }
-    let mut ready = polls.iter().map(|poll| poll.revents != 0);
-    Ok(Ready {
-        vhost: ready.next().unwrap_or(false),
-        control: ready.next().unwrap_or(false),
-        kicked: ready.any(|kicked| kicked),
-    })
 }
 
 /// Answers one question with one line; false at the end.
@@ -161,9 +136,9 @@ fn answer<F: Core>(
 }
 
 impl<F: Core> Session<F> {
-    fn kicks(&self) -> Vec<i32> {
+    fn kicks(&self) -> impl Iterator<Item = &EventFd> {
         let working = self.rings.iter().filter(|ring| ring.queue.is_some());
-        working.filter_map(|ring| Some(ring.kick.as_ref()?.as_raw_fd())).collect()
+        working.filter_map(|ring| ring.kick.as_ref())
     }
 
     /// Takes up the work on rings that have become ready.
@@ -186,6 +161,7 @@ impl<F: Core> Session<F> {
             queue.try_set_used_ring_address(place(used)?).ok()?;
             queue.set_ready(true);
             queue.set_next_avail(ring.base);
+            queue.set_event_idx(self.by_index);
             let next = queue.used_idx(memory, std::sync::atomic::Ordering::Acquire).ok()?;
             queue.set_next_used(next.0);
             queue.is_valid(memory).then_some(())?;
@@ -199,8 +175,6 @@ impl<F: Core> Session<F> {
         let Some(memory) = &self.memory else { return };
         for ring in &mut self.rings {
             let (Some(queue), Some(kick)) = (&mut ring.queue, &ring.kick) else { continue };
-            // Not signalled: another ring was.
-            let _ = kick.read();
             let mut answered = 0;
             loop {
                 let Some(chain) = queue.pop_descriptor_chain(memory) else {
@@ -213,7 +187,9 @@ impl<F: Core> Session<F> {
                 let head = chain.head_index();
                 let len = self.service.answer(memory, chain);
                 let used = queue.add_used(memory, head, u32::try_from(len).unwrap_or(0));
-                if let (Ok(()), Some(call)) = (used, &ring.call) {
+                // Fails as little as the answer itself.
+                let wanted = used.is_ok() && queue.needs_notification(memory).unwrap_or(true);
+                if let (true, Some(call)) = (wanted, &ring.call) {
                     let _ = call.write(1);
                 }
                 answered += 1;

@@ -85,6 +85,10 @@ const CREDENTIALS: &[i64] = &[
 const PROCESS: &[i64] = &[
     libc::SYS_brk,
     libc::SYS_clock_gettime,
+    libc::SYS_epoll_create1,
+    libc::SYS_epoll_ctl,
+    libc::SYS_epoll_pwait,
+    libc::SYS_epoll_wait,
     libc::SYS_exit,
     libc::SYS_exit_group,
     libc::SYS_futex,

@@ -19,6 +19,8 @@ use crate::tracked::Core;
 
 /// VIRTIO_F_VERSION_1.
 const VERSION_1: u64 = 1 << 32;
+/// VIRTIO_F_EVENT_IDX.
+const EVENT_IDX: u64 = 1 << 29;
 
 impl<F: Core> Session<F> {
     fn ring(&mut self, index: u32) -> Result<&mut Ring> {
@@ -51,11 +53,15 @@ impl<F: Core> VhostUserBackendReqHandlerMut for Session<F> {
     }
 
     fn get_features(&mut self) -> Result<u64> {
-        Ok(VERSION_1 | VhostUserVirtioFeatures::PROTOCOL_FEATURES.bits())
+        Ok(VERSION_1 | EVENT_IDX | VhostUserVirtioFeatures::PROTOCOL_FEATURES.bits())
     }
 
     fn set_features(&mut self, features: u64) -> Result<()> {
-        if features & !self.get_features()? == 0 { Ok(()) } else { unasked() }
+        if features & !self.get_features()? != 0 {
+            return unasked();
+        }
+        self.by_index = features & EVENT_IDX != 0;
+        Ok(())
     }
 
     fn set_mem_table(&mut self, regions: &[VhostUserMemoryRegion], files: Vec<File>) -> Result<()> {

@@ -103,6 +103,8 @@ pub(super) struct Server {
     pub kick: Event,
     /// Signalled for answers that have come.
     pub call: Event,
+    /// It says with which message it wants to be signalled, and is told with which answer.
+    pub by_index: bool,
 }
 
 impl AsFd for Server {
@@ -202,7 +204,8 @@ impl Server {
         let control = Control::new(control).map_err(host("sockets"))?;
         let frontend = Frontend::from_stream(vhost, 2);
         let tag = config.tag.clone();
-        let mut this = Self { frontend, socket, watchdog, control, child, tag, kick, call };
+        let mut this =
+            Self { frontend, socket, watchdog, control, child, tag, kick, call, by_index: false };
         match this.in_time("starting", |this| this.greet(shadow)) {
             Ok(()) => Ok(this),
             // It may have said why, before it ended.
@@ -250,12 +253,14 @@ impl Server {
         let [desc_table_addr, avail_ring_addr, used_ring_addr] = rings;
         let ask = &mut self.frontend;
         ask.set_owner().map_err(&failed)?;
-        ask.get_features().map_err(&failed)?;
+        let offered = ask.get_features().map_err(&failed)?;
         let protocol = ask.get_protocol_features().map_err(&failed)?;
         let useful = protocol & (Protocol::REPLY_ACK | Protocol::MQ | Protocol::DEVICE_STATE);
         ask.set_protocol_features(useful).map_err(&failed)?;
-        let features = feature::VERSION_1 | VhostUserVirtioFeatures::PROTOCOL_FEATURES.bits();
-        ask.set_features(features).map_err(&failed)?;
+        let by_index = offered & feature::RING_EVENT_IDX;
+        let needed = feature::VERSION_1 | VhostUserVirtioFeatures::PROTOCOL_FEATURES.bits();
+        ask.set_features(needed | by_index).map_err(&failed)?;
+        self.by_index = by_index != 0;
         let regions: Result<Vec<_>, _> =
             shadow.memory().iter().map(VhostUserMemoryRegionInfo::from_guest_region).collect();
         ask.set_mem_table(&regions.map_err(&failed)?).map_err(&failed)?;

@@ -34,6 +34,10 @@ pub(super) const MAX_REPLY: u64 = (1 << 20) + PAGE;
 const DESC_NEXT: u16 = 1;
 const DESC_WRITE: u16 = 2;
 const USED_NO_NOTIFY: u16 = 1;
+/// Where each side says with which entry it wants to hear of the other (virtio 1.3, sections 2.7.7
+/// and 2.7.10).
+const USED_EVENT: u64 = AVAILABLE + 4 + 2 * RING as u64;
+const AVAIL_EVENT: u64 = USED + 4 + 8 * RING as u64;
 
 /// What the server did wrong with the ring.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, thiserror::Error)]
@@ -76,7 +80,11 @@ pub(super) struct ShadowQueue<T> {
     /// Where a search for free ones begins.
     hint: usize,
     avail: u16,
+    /// Where that was when it was last decided whether to kick.
+    told: u16,
     used: u16,
+    /// With which answer the server shall signal.
+    wanted: u16,
     live: usize,
 }
 
@@ -89,7 +97,7 @@ impl<T> ShadowQueue<T> {
         let memory = Memory::from_ranges_with_files([range]).map_err(io::Error::other)?;
         let entries = (0..RING / 2).map(|_| None).collect();
         let taken = vec![false; PAGES];
-        Ok(Self { memory, entries, taken, hint: 0, avail: 0, used: 0, live: 0 })
+        Ok(Self { memory, entries, taken, hint: 0, avail: 0, told: 0, used: 0, wanted: 0, live: 0 })
     }
 
     /// The memory, for the server.
@@ -216,19 +224,41 @@ impl<T> ShadowQueue<T> {
         self.send([bytes.len() as u64, room], owner, fill, |owner| owner)
     }
 
-    /// False if the server has said that it is looking anyway. Call it after sending.
-    pub fn wants_kick(&self) -> bool {
+    /// False if the server has said that it is looking anyway. Call it after sending. `by_index`: it says
+    /// so by the number of the message that it waits for.
+    pub fn wants_kick(&mut self, by_index: bool) -> bool {
         // What was sent is written before the server's wish is read, as it does the opposite.
         fence(Ordering::SeqCst);
+        let new = self.avail.wrapping_sub(std::mem::replace(&mut self.told, self.avail));
+        if by_index {
+            let event = self.memory.load::<u16>(GuestAddress(AVAIL_EVENT), Ordering::Relaxed);
+            let since = |event| self.avail.wrapping_sub(u16::from_le(event)).wrapping_sub(1);
+            return event.map_or(true, |event| since(event) < new);
+        }
         let flags = self.memory.load::<u16>(GuestAddress(USED), Ordering::Relaxed);
         flags.map_or(true, |flags| u16::from_le(flags) & USED_NO_NOTIFY == 0)
     }
 
-    /// The next answer. After a fault nothing the server says can be believed.
-    pub fn answer(&mut self) -> Result<Option<Answer<T>>, ShadowFault> {
+    /// How many answers there are that were not taken.
+    fn ahead(&self) -> Result<u16, ShadowFault> {
         let index = self.memory.load::<u16>(GuestAddress(USED + 2), Ordering::Acquire);
-        let index = u16::from_le(index.map_err(|_| ShadowFault::Memory)?);
-        let ahead = index.wrapping_sub(self.used);
+        Ok(u16::from_le(index.map_err(|_| ShadowFault::Memory)?).wrapping_sub(self.used))
+    }
+
+    /// The next answer. If there is none, the server signals with the next one. After a fault nothing
+    /// the server says can be believed.
+    pub fn answer(&mut self) -> Result<Option<Answer<T>>, ShadowFault> {
+        let mut ahead = self.ahead()?;
+        if ahead == 0 && self.wanted != self.used {
+            self.wanted = self.used;
+            let wish = self.wanted.to_le();
+            let told = self.memory.store(wish, GuestAddress(USED_EVENT), Ordering::Relaxed);
+            told.map_err(|_| ShadowFault::Memory)?;
+            // The wish is written before the answers are looked at once more, as the server does the
+            // opposite.
+            fence(Ordering::SeqCst);
+            ahead = self.ahead()?;
+        }
         if ahead == 0 {
             return Ok(None);
         }
@@ -346,6 +376,30 @@ mod tests {
             assert_eq!(reply, message.as_bytes());
         }
         assert_eq!((queue.live(), queue.taken.contains(&true)), (0, false));
+    }
+
+    #[test]
+    fn each_side_signals_only_what_the_other_waits_for() {
+        let (mut queue, mut served) = (ShadowQueue::new().unwrap(), 0);
+        let wish = |queue: &ShadowQueue<u32>| {
+            queue.memory.load::<u16>(GuestAddress(USED_EVENT), Ordering::Acquire).unwrap()
+        };
+        let send = |queue: &mut ShadowQueue<u32>, number| {
+            queue.send_bytes(b"message", 16, number).unwrap();
+            queue.wants_kick(true)
+        };
+        // The server waits for the first, and is busy with it from then on.
+        assert_eq!([0, 1, 2].map(|number| send(&mut queue, number)), [true, false, false]);
+        serve(&queue, &mut served);
+        queue.memory.store(3_u16, GuestAddress(AVAIL_EVENT), Ordering::Release).unwrap();
+        assert_eq!([3, 4].map(|number| send(&mut queue, number)), [true, false]);
+        // We wait for the first, and for the next one once there are no more.
+        for number in 0..3 {
+            let answer = queue.answer().unwrap().unwrap();
+            assert_eq!((queue.drop_answer(answer), wish(&queue)), (number, 0));
+        }
+        assert!(queue.answer().unwrap().is_none());
+        assert_eq!(wish(&queue), 3);
     }
 
     #[test]

@@ -64,9 +64,9 @@ impl Session {
         }
     }
 
-    fn kick(&self) {
+    fn kick(&mut self) {
         if let Serving::Live(server) = &self.serving
-            && self.shadow.wants_kick()
+            && self.shadow.wants_kick(server.by_index)
         {
             server.kick.signal();
         }
@@ -310,7 +310,7 @@ impl Worker {
     fn watch(&self, sources: &mut Sources<'_, '_>) -> io::Result<()> {
         match &self.session.serving {
             Serving::Live(server) => {
-                sources.add(CALL, &server.call, Interest::Read)?;
+                sources.add_signal(CALL, &server.call)?;
                 sources.add(PEER, server, Interest::Hangup)
             }
             Serving::Restarting(restart) => {
@@ -333,12 +333,7 @@ impl Worker {
                 self.reap()?;
                 self.lose()
             }
-            CALL => {
-                if let Some(server) = self.session.server() {
-                    server.call.clear();
-                }
-                self.reap()
-            }
+            CALL => self.reap(),
             RESTARTED => {
                 self.take_up();
                 Ok(())
@@ -349,12 +344,8 @@ impl Worker {
                 }
                 Ok(())
             }
-            _ => {
-                for queue in &self.queues {
-                    queue.kick().clear();
-                }
-                Ok(())
-            }
+            // The guest's, who is served in any case.
+            _ => Ok(()),
         }
     }
 }
@@ -367,7 +358,7 @@ fn refusal(head: Head, errno: i32) -> Option<Vec<u8>> {
 impl Handler for Worker {
     fn attach(&mut self, sources: &mut Sources<'_, '_>) -> io::Result<()> {
         for (token, queue) in (0..).map(Token).zip(&self.queues) {
-            sources.add(token, queue.kick(), Interest::Read)?;
+            sources.add_signal(token, queue.kick())?;
         }
         if let Some(throttle) = &self.session.throttle {
             sources.add(TIMER, throttle, Interest::Read)?;
