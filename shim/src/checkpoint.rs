@@ -312,6 +312,7 @@ impl Sandbox {
         let copy =
             Copy { hostname: hostname(&spec, &container.id), container: container.inside.clone() };
         let snapshot = origin.folder.join(VM);
+        self.seat(&spec)?;
         let vmm = Vmm::copy(&self.config, &self.place, &snapshot, &network, &copy.hostname)?;
         self.write_down(Some(vmm.identity))?;
         let (network, wishes) = (Arc::new(network), self.wishes());

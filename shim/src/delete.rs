@@ -61,18 +61,27 @@ fn shim_lives(place: &Place) -> bool {
     record.is_some_and(|record| record.shim.lives())
 }
 
-/// The VMM first: it is what must not be left. A shim that hangs does not end by itself.
 fn end_sandbox(place: &Place, socket: &Path) -> Result<()> {
+    end_processes(place);
+    let _ = std::fs::remove_file(socket);
+    place.clear()
+}
+
+/// The VMM first: it is what must not be left. Neither a shim that hangs nor a file server that is
+/// stopped ends by itself.
+pub fn end_processes(place: &Place) {
     if let Some(record) = record::read::<record::Sandbox>(&place.file(record::SANDBOX)) {
+        let deadline = Instant::now() + GONE;
         let all: Vec<Identity> = record.vmm.into_iter().chain([record.shim]).collect();
         all.iter().for_each(kill);
-        let deadline = Instant::now() + GONE;
+        if let Some(Err(error)) = record.group.map(|group| group.end()) {
+            // Goes into containerd's log, as a warning.
+            eprintln!("a control group is left: {error}");
+        }
         while all.iter().any(Identity::lives) && Instant::now() < deadline {
             std::thread::sleep(Duration::from_millis(5));
         }
     }
-    let _ = std::fs::remove_file(socket);
-    place.clear()
 }
 
 fn answer(bundle: &Path) -> Result<()> {

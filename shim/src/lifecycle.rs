@@ -232,6 +232,10 @@ impl Sandbox {
         all: bool,
     ) -> Result<()> {
         let kill = signal == libc::SIGKILL.unsigned_abs();
+        if process.pid() == 0 {
+            // It is being made. What comes of that is killed, not what is not there yet.
+            drop(container.changing.lock().await);
+        }
         let mut quiet = self.quiet.read().await;
         while self.life.is_asleep() {
             drop(quiet);
@@ -254,7 +258,9 @@ impl Sandbox {
         if !kill || !exec.is_empty() {
             return sent.await;
         }
-        match self.unless_hung(&vm, sent).await {
+        let sent = self.unless_hung(&vm, container, sent).await;
+        self.watch_killed(&vm, container);
+        match sent {
             // A guest that does not answer has nothing that could be kept.
             Err(Error::Unavailable(why)) if self.is_alone(container) => {
                 tracing::warn!(why, "the guest does not answer: the VM is killed");
@@ -330,7 +336,8 @@ impl Sandbox {
         if let Ok(vm) = self.vm() {
             let signal = libc::SIGKILL.unsigned_abs();
             let sent = oci::kill(&vm.guest, &container.inside, "", signal, true);
-            self.unless_hung(&vm, sent).await?;
+            self.unless_hung(&vm, container, sent).await?;
+            self.watch_killed(&vm, container);
         }
         let ended = tokio::time::timeout(ENDING, container.init.wait()).await;
         ended.map(drop).map_err(|_| {

@@ -3,20 +3,21 @@
 //! | file | purpose |
 //! |---|---|
 //! | `bootstrap`, `start`, `delete`, `serve`, `ask` | what the program is run for |
-//! | `task`, `lifecycle`, `hung`, `stats` | the Task service; what its calls do |
+//! | `task`, `whole`, `lifecycle`, `hung`, `stats` | the Task service; what its calls do |
 //! | `sandbox`, `container`, `process` | what there is, and how it is |
 //! | `life`, `sleep`, `checkpoint` | where the VM is in its life; pauses; copies |
 //! | `annotations`, `wishes` | what pods ask for |
 //! | `vm`, `vmm`, `guest`, `oci` | the VM; its VMM; the agent in it; containers in it |
 //! | `spec`, `sizing`, `rootfs`, `mount_points` | a container's spec, size and files |
 //! | `stdio`, `streams` | its streams |
-//! | `network`, `oom` | a pod's interfaces, for the guest; who goes first when memory runs out |
+//! | `network`, `oom`, `cgroup` | a pod's interfaces, for the guest; who goes first when memory runs out; all processes of a VM |
 //! | `events`, `logs`, `record`, `place` | what is told, and written down, and where |
 //! | `config`, `clock`, `error` | the operator's settings; times; refusals |
 
 mod annotations;
 mod ask;
 mod bootstrap;
+mod cgroup;
 mod checkpoint;
 mod clock;
 mod config;
@@ -50,6 +51,7 @@ mod streams;
 mod task;
 mod vm;
 mod vmm;
+mod whole;
 mod wishes;
 
 use std::io::Write;

@@ -11,6 +11,7 @@
 //!         <container>/config.json, rootfs/, mounts/<n>, <exec>.json
 //! ```
 
+use std::ffi::OsStr;
 use std::fs;
 use std::os::unix::fs::DirBuilderExt;
 use std::path::{Path, PathBuf};
@@ -38,6 +39,11 @@ impl Place {
         let name = socket.file_name().unwrap_or_default().to_string_lossy();
         // A unix socket's path has at most 107 bytes.
         Self(Path::new(ROOT).join(name.get(..32).unwrap_or(&name)))
+    }
+
+    /// What tells it from all others, in lower-case letters and digits.
+    pub fn name(&self) -> &OsStr {
+        self.0.file_name().unwrap_or_default()
     }
 
     /// A file in it.
@@ -76,7 +82,7 @@ impl Place {
         unmount_below(&self.0)?;
         let state = fs::read_link(self.file(PAUSED));
         // Whatever else the link may lead to is nothing of this sandbox's.
-        if let Some(state) = state.ok().filter(|state| state.file_name() == self.0.file_name()) {
+        if let Some(state) = state.ok().filter(|state| state.file_name() == Some(self.name())) {
             remove(&state)?;
         }
         remove(&self.0)
@@ -84,7 +90,7 @@ impl Place {
 
     /// Makes a folder for its state in `dir`, which is on a disk.
     pub fn bed(&self, dir: &Path) -> Result<PathBuf> {
-        let bed = dir.join(self.0.file_name().unwrap_or_default());
+        let bed = dir.join(self.name());
         let failed = || format!("make the folder {}", bed.display());
         fs::DirBuilder::new().recursive(true).mode(0o700).create(&bed).map_err(io(failed()))?;
         match std::os::unix::fs::symlink(&bed, self.file(PAUSED)) {

@@ -8,6 +8,7 @@ use std::path::Path;
 use serde::de::DeserializeOwned;
 use serde::{Deserialize, Serialize};
 
+use crate::cgroup::Group;
 use crate::error::{Result, io};
 
 /// The file in a sandbox's folder that holds a [`Sandbox`].
@@ -62,6 +63,9 @@ pub struct Sandbox {
     pub shim: Identity,
     /// The VMM, if it has been started.
     pub vmm: Option<Identity>,
+    /// The control group of the VMM and its file servers, if it has one.
+    #[serde(default)]
+    pub group: Option<Group>,
 }
 
 /// How a container has ended.

@@ -4,7 +4,7 @@
 use std::collections::BTreeMap;
 use std::path::PathBuf;
 use std::sync::atomic::AtomicU64;
-use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+use std::sync::{Arc, Mutex, MutexGuard, OnceLock, PoisonError};
 use std::time::{Duration, SystemTime};
 
 use containerd_shim_protos::events::task::{TaskExit, TaskOOM};
@@ -12,6 +12,7 @@ use containerd_shim_protos::protobuf::MessageField;
 use serde_json::Value;
 use tokio::sync::{RwLock, watch};
 
+use crate::cgroup::Group;
 use crate::clock::{nanos, timestamp};
 use crate::config::Config;
 use crate::container::Container;
@@ -34,7 +35,11 @@ pub const KILLED: u32 = 137;
 /// How long the end of a container's first process waits for the ends of the others to be told.
 const OTHERS: Duration = Duration::from_secs(1);
 /// How often it is looked whether the sandbox is still wanted.
-const LOOK: Duration = Duration::from_secs(2);
+const LOOK: Duration = Duration::from_secs(1);
+/// How many looks in a row may find a VM without a container.
+const EMPTY: u32 = 3;
+/// How many, if there is no VM either.
+const UNBORN: u32 = 10;
 /// Between two tries to ask a guest that lives and does not answer.
 const PAUSE: Duration = Duration::from_millis(200);
 
@@ -61,6 +66,7 @@ pub struct Sandbox {
     /// Whoever makes a VM holds it.
     pub booting: tokio::sync::Mutex<()>,
     wishes: Mutex<Wishes>,
+    group: OnceLock<Group>,
     doomed: Mutex<Vec<Doomed>>,
     containers: Mutex<BTreeMap<String, Arc<Container>>>,
     over: watch::Sender<bool>,
@@ -87,6 +93,7 @@ impl Sandbox {
             snapshots: AtomicU64::default(),
             booting: tokio::sync::Mutex::default(),
             wishes,
+            group: OnceLock::new(),
             doomed: Mutex::default(),
             containers: Mutex::default(),
             over: watch::Sender::new(false),
@@ -196,6 +203,7 @@ impl Sandbox {
             self.config.check_named(name, kernel.as_ref())?;
             config.kernel = kernel.into();
         }
+        self.seat(spec)?;
         let vmm = Vmm::start(&config, &self.place, size, &network)?;
         self.write_down(Some(vmm.identity))?;
         let vm = Vm::boot(vmm, &self.config, &self.place, Arc::new(network)).await?;
@@ -203,12 +211,26 @@ impl Sandbox {
         Ok(vm)
     }
 
+    /// Finds the control group for the VMs of this sandbox, and writes it down before it is made.
+    pub fn seat(&self, spec: &Value) -> Result<()> {
+        match Group::plan(spec, &self.place) {
+            Ok(group) => drop(self.group.set(group)),
+            Err(why) => tracing::warn!(why, "the VM has no control group of its own"),
+        }
+        self.write_down(None)
+    }
+
     /// Writes down who runs here.
     pub fn write_down(&self, vmm: Option<Identity>) -> Result<()> {
         let me = Identity::of(std::process::id());
         let shim = me.ok_or_else(|| Error::Unavailable("/proc is not readable".to_owned()))?;
-        let record =
-            record::Sandbox { namespace: self.namespace.clone(), id: self.id.clone(), shim, vmm };
+        let record = record::Sandbox {
+            namespace: self.namespace.clone(),
+            id: self.id.clone(),
+            shim,
+            vmm,
+            group: self.group.get().cloned(),
+        };
         record::write(&self.place.file(record::SANDBOX), &record)
     }
 
@@ -302,6 +324,10 @@ impl Sandbox {
         if let Some(vm) = vm {
             vm.vmm.kill().await;
         }
+        // Also that of a VM that never came to be.
+        if let Some(group) = self.group.get() {
+            group.ended().await;
+        }
         let place = self.place.clone();
         let cleared = tokio::task::spawn_blocking(move || place.clear()).await;
         if let Ok(Err(error)) = cleared {
@@ -317,19 +343,27 @@ impl Sandbox {
         let _ = over.wait_for(|over| *over).await;
     }
 
-    /// Ends the sandbox when nobody can want it any more: containerd has taken the folders away
-    /// that its containers were made from, `bundle` the first of them.
-    pub fn watch_bundles(self: &Arc<Self>, bundle: PathBuf) {
+    /// Ends the sandbox when nobody can want it any more. containerd has taken the folders away that
+    /// its containers were made from, `bundle` the first of them; or it has no container and none
+    /// comes: containerd asks for the end then, unless it was killed before it could.
+    pub fn watch_wanted(self: &Arc<Self>, bundle: PathBuf) {
         let sandbox = self.clone();
         tokio::spawn(async move {
-            let wanted = || {
-                let containers = sandbox.all();
-                bundle.exists() || containers.iter().any(|container| container.bundle.exists())
-            };
-            while wanted() {
+            let mut empty = 0;
+            loop {
                 tokio::time::sleep(LOOK).await;
+                let containers = sandbox.all();
+                if !bundle.exists() && !containers.iter().any(|one| one.bundle.exists()) {
+                    tracing::warn!(bundle = %bundle.display(), "the bundle is gone: the sandbox ends");
+                    break;
+                }
+                empty = if containers.is_empty() { empty + 1 } else { 0 };
+                let patience = if sandbox.life.vm().is_some() { EMPTY } else { UNBORN };
+                if empty > patience {
+                    tracing::warn!("there is no container, and none comes: the sandbox ends");
+                    break;
+                }
             }
-            tracing::warn!(bundle = %bundle.display(), "the bundle is gone: the sandbox ends");
             sandbox.end().await;
         });
     }

@@ -13,6 +13,7 @@ use nix::sys::signal::{SigHandler, Signal, signal};
 
 use crate::bootstrap::check_name;
 use crate::config::Config;
+use crate::delete::end_processes;
 use crate::error::{Error, Result, io};
 use crate::events::Events;
 use crate::place::Place;
@@ -67,6 +68,7 @@ async fn run(flags: &Flags, listener: UnixListener) -> Result<()> {
     let socket = address.as_pathname().unwrap_or(Path::new("")).to_owned();
     let place = Place::of(&socket);
     // A predecessor that was killed may have left some.
+    end_processes(&place);
     place.clear()?;
     place.make()?;
     let events =
@@ -75,7 +77,7 @@ async fn run(flags: &Flags, listener: UnixListener) -> Result<()> {
     let sandbox = Sandbox::new(&flags.namespace, &flags.id, place, config, events.clone());
     sandbox.write_down(None)?;
     let bundle = std::env::current_dir().map_err(io("find the bundle"))?;
-    sandbox.watch_bundles(bundle);
+    sandbox.watch_wanted(bundle);
     let listener = Listener::try_from(listener).map_err(io("serve on the socket"))?;
     let services = task::services(&sandbox);
     let mut server = Server::new().add_listener(listener).register_service(services);

@@ -28,6 +28,7 @@ use crate::lifecycle::New;
 use crate::sandbox::Sandbox;
 use crate::stats;
 use crate::stdio::Stdio;
+use crate::whole::whole;
 
 const V2: &str = "containerd.task.v2.Task";
 const V3: &str = "containerd.task.v3.Task";
@@ -39,7 +40,7 @@ pub fn services(sandbox: &Arc<Sandbox>) -> HashMap<String, Service> {
     if let Some(service) = older.remove(V3) {
         all.insert(V2.to_owned(), service);
     }
-    all
+    all.into_iter().map(|(name, service)| (name, whole(service))).collect()
 }
 
 struct TaskService {

@@ -15,12 +15,13 @@ use tokio::process::{Child, Command};
 use tokio::sync::watch;
 use tokio::time::{Instant, sleep, timeout};
 
+use crate::cgroup::Group;
 use crate::config::Config;
 use crate::error::{Error, Result, io};
 use crate::network::{Card, Network};
 use crate::oom;
 use crate::place::Place;
-use crate::record::Identity;
+use crate::record::{self, Identity};
 use crate::sizing::Size;
 
 /// The name of the share's device.
@@ -120,8 +121,11 @@ impl Vmm {
         let errors = output.try_clone().map_err(io("share the VMM's log"))?;
         command.arg("--api-socket").arg(&api).stdin(Stdio::null()).stdout(output).stderr(errors);
         let namespace = network.own.as_ref().map(|own| own.namespace.as_raw_fd());
-        // SAFETY: the child calls nothing but prctl, unshare and setns, which take numbers.
-        unsafe { command.pre_exec(move || alone(namespace)) };
+        let seat = seat(place);
+        let (group, file) = seat.map_or((None, None), |(group, file)| (Some(group), Some(file)));
+        // SAFETY: the child calls nothing but write, with a constant, and prctl, unshare and setns,
+        // which take numbers.
+        unsafe { command.pre_exec(move || grouped(file.as_ref()).and_then(|()| alone(namespace))) };
         let child = command.spawn().map_err(|error| {
             let vmm = config.vmm.display();
             Error::Unavailable(format!(
@@ -133,8 +137,11 @@ impl Vmm {
         let identity = Identity::of(pid)
             .ok_or_else(|| Error::Unavailable(failure(&log, "the VMM has ended at once")))?;
         oom::volunteer(pid);
+        if let Some(Err(error)) = group.as_ref().map(|group| group.take_in(pid)) {
+            tracing::warn!(%error, "the VM is not in its control group");
+        }
         let (sender, ended) = watch::channel(None);
-        tokio::spawn(watch_end(child, sender));
+        tokio::spawn(watch_end(child, group, sender));
         Ok(Self { identity, api, log, ended })
     }
 
@@ -214,6 +221,27 @@ pub fn kill(identity: &Identity) {
     }
 }
 
+/// Makes the control group that is written down for a sandbox. Without one it has to do.
+fn seat(place: &Place) -> Option<(Group, File)> {
+    let group = record::read::<record::Sandbox>(&place.file(record::SANDBOX))?.group?;
+    match group.make() {
+        Ok(file) => Some((group, file)),
+        Err(error) => {
+            let folder = group.folder.display();
+            tracing::warn!(%error, %folder, "the VM has no control group of its own");
+            None
+        }
+    }
+}
+
+/// Goes into a control group before there is anything that could be left out of it.
+fn grouped(procs: Option<&File>) -> std::io::Result<()> {
+    let Some(mut procs) = procs else { return Ok(()) };
+    // Whether that works the shim finds out, and tells.
+    let _ = std::io::Write::write(&mut procs, b"0");
+    Ok(())
+}
+
 /// Ends it when nobody is left who could, and takes it away from the host's network and shared
 /// memory, of which it needs nothing: what a plugin does to "the container's network" by its number
 /// must not be done to the host's. `own` is a network namespace that waits for it.
@@ -266,7 +294,8 @@ fn cards(network: &Network) -> Result<Cards> {
     network.cards.iter().map(inherited).collect::<Result<_>>().map(Cards)
 }
 
-async fn watch_end(mut child: Child, sender: watch::Sender<Option<String>>) {
+/// Waits for its end, ends its file servers, and tells it.
+async fn watch_end(mut child: Child, group: Option<Group>, sender: watch::Sender<Option<String>>) {
     let how = match child.wait().await {
         Ok(status) => match (status.code(), status.signal()) {
             (Some(code), _) => format!("the VMM has ended with exit code {code}"),
@@ -274,6 +303,9 @@ async fn watch_end(mut child: Child, sender: watch::Sender<Option<String>>) {
         },
         Err(error) => format!("the VMM is lost: {error}"),
     };
+    if let Some(group) = group {
+        group.ended().await;
+    }
     sender.send_replace(Some(how));
 }
 
