@@ -19,6 +19,10 @@ mod cri;
 mod cuts;
 #[path = "shim/endings.rs"]
 mod endings;
+#[path = "shim/faults.rs"]
+mod faults;
+#[path = "shim/leaks.rs"]
+mod leaks;
 #[path = "shim/network.rs"]
 mod network;
 #[path = "shim/sleep.rs"]
@@ -34,6 +38,8 @@ fn main() -> ExitCode {
         copies::trials(),
         cuts::trials(),
         network::trials(),
+        faults::trials(),
+        leaks::trials(),
     ];
     harness::lab::run_here_or_in_lab(modules.into_iter().flatten().collect())
 }

@@ -208,7 +208,8 @@ impl Containerd {
         fs::read_to_string(self.folder.path().join("log")).unwrap_or_default()
     }
 
-    /// What the runtime has on this host, in words: processes, mounts, sockets, folders.
+    /// What the runtime has on this host, in words: processes, mounts, sockets, folders, control
+    /// groups.
     pub fn leftovers() -> Vec<String> {
         let mut left = processes(&["containerd-shim-cube", "cube-vmm", "cube-fsd"]);
         let mounts = fs::read_to_string("/proc/self/mountinfo").unwrap();
@@ -218,6 +219,7 @@ impl Containerd {
             let paths = entries.map(|entry| entry.unwrap().path().display().to_string());
             left.extend(paths.filter(|path| path != "/run/cube/lock"));
         }
+        left.extend(control_groups(Path::new("/sys/fs/cgroup")));
         left
     }
 
@@ -270,6 +272,19 @@ pub fn processes(names: &[&str]) -> Vec<String> {
         }
     }
     found
+}
+
+/// The control groups of the runtime's at a folder and below.
+fn control_groups(folder: &Path) -> Vec<String> {
+    // They come and go.
+    let entries = fs::read_dir(folder).into_iter().flatten().flatten();
+    let folders = entries.filter(|entry| entry.file_type().is_ok_and(|kind| kind.is_dir()));
+    let below = folders.flat_map(|entry| {
+        let own = entry.file_name().to_string_lossy().starts_with("cube-");
+        let own = own.then(|| text(&entry.path()));
+        own.into_iter().chain(control_groups(&entry.path()))
+    });
+    below.collect()
 }
 
 fn write_settings(folder: &Path, serves: Serves) {

@@ -16,6 +16,7 @@
 //! | [`image`] | kernels of a few bytes, disk and root images |
 //! | [`tools`] | programs of the host, with their libraries, for a guest |
 //! | [`containerd`] | a containerd with the shim under test, and `ctr` |
+//! | [`events`] | what such a containerd tells of its tasks |
 //! | [`cri`] | a containerd that serves Kubernetes, with a network for pods, and `crictl` |
 //! | [`oci_image`] | container images of a busybox |
 //! | [`artifacts`] | where the things under test are, and what to say when they are missing |
@@ -31,6 +32,7 @@ pub mod census;
 pub mod containerd;
 pub mod counter;
 pub mod cri;
+pub mod events;
 pub mod filesystem;
 pub mod guest;
 pub mod image;

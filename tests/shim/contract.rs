@@ -1,15 +1,15 @@
 //! What containerd and its clients rely on: order of events, names, refusals, streams that end. All
 //! of it is shown with one container, since each costs a boot.
 
-use std::fs::{self, File};
+use std::fs;
 use std::path::Path;
-use std::process::{Child, Stdio};
+use std::process::Stdio;
 
 use harness::artifacts::text;
 use harness::containerd::{CUBE, Containerd};
+use harness::events::Events;
 use harness::{eventually, oci_image};
 use libtest_mimic::Trial;
-use serde_json::Value;
 
 pub fn trials() -> Vec<Trial> {
     harness::trials![a_task_keeps_what_its_clients_rely_on]
@@ -22,15 +22,14 @@ const SCRIPT: &str = "while ! test -e /v/go; do sleep 0.1; done; \
 
 fn a_task_keeps_what_its_clients_rely_on() {
     let mut containerd = Containerd::start();
-    let (log, mut listener) = listen(&containerd);
+    let events = Events::listen(&containerd);
     let volume = containerd.folder("volume");
     let mount = format!("type=bind,src={},dst=/v,options=rbind:rw", text(&volume));
     let words = ["run", "-d", "--runtime", CUBE, "--mount", &mount, oci_image::NAME, ID];
     containerd.ctr(words.into_iter().chain(["sh", "-c", SCRIPT])).output(0);
 
-    events_come_in_the_order_of_what_they_tell(&containerd, &log);
-    listener.kill().unwrap();
-    listener.wait().unwrap();
+    events_come_in_the_order_of_what_they_tell(&containerd, &events);
+    drop(events);
     what_runs_is_not_removed_and_has_processes(&containerd);
     names_of_processes_are_taken_until_they_end(&containerd);
     output_of_processes_at_once_arrives_whole(&containerd);
@@ -39,40 +38,11 @@ fn a_task_keeps_what_its_clients_rely_on() {
     what_has_ended_is_not_found(&containerd);
 }
 
-/// Writes what is told into a file, from now on.
-fn listen(containerd: &Containerd) -> (std::path::PathBuf, Child) {
-    let log = containerd.folder("events").join("log");
-    let mut command = containerd.command(["events"]);
-    command.stdout(File::create(&log).unwrap()).stderr(Stdio::null());
-    let listener = command.spawn().unwrap();
-    eventually("the listener is told something", || {
-        containerd.ctr(["images", "label", oci_image::NAME, "heard=yes"]).output(0);
-        fs::metadata(&log).unwrap().len() > 0
-    });
-    (log, listener)
-}
-
-/// The topics that were told of the container, in order. Its further processes have their name
-/// added.
-fn topics(log: &str) -> Vec<String> {
-    let of_task = log.lines().filter_map(|line| {
-        let (head, event) = line.split_once(" {")?;
-        let topic = head.split_whitespace().find_map(|word| word.strip_prefix("/tasks/"))?;
-        let event: Value = serde_json::from_str(&format!("{{{event}")).ok()?;
-        let mut process = ["exec_id", "id"].into_iter().filter_map(|name| event[name].as_str());
-        let process = process.rfind(|name| !name.is_empty() && *name != ID);
-        let words = [Some(topic), process].into_iter().flatten().collect::<Vec<_>>();
-        (event["container_id"] == ID).then(|| words.join(" "))
-    });
-    of_task.collect()
-}
-
-fn events_come_in_the_order_of_what_they_tell(containerd: &Containerd, log: &Path) {
+fn events_come_in_the_order_of_what_they_tell(containerd: &Containerd, events: &Events) {
     assert_eq!(containerd.exec(ID, "a", &["echo", "here"]).output(0), "here\n");
-    let told = || topics(&fs::read_to_string(log).unwrap());
-    eventually("the end of the process is told", || told().contains(&"exit a".to_owned()));
+    events.wait(ID, "exit a");
     let expected = ["create", "start", "exec-added a", "exec-started a", "exit a"];
-    assert_eq!(told(), expected);
+    assert_eq!(events.of(ID), expected);
 }
 
 fn what_runs_is_not_removed_and_has_processes(containerd: &Containerd) {

@@ -16,7 +16,7 @@ use libtest_mimic::Trial;
 use serde_json::{Value, json};
 
 /// Whether `crictl` may be missing, and is.
-fn is_skipped() -> bool {
+pub fn is_skipped() -> bool {
     let missing = Artifact::Crictl.find().err().filter(|_| may_skip("crictl"));
     if let Some(message) = &missing {
         tell_skipped("tests of CRI", message);
