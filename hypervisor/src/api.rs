@@ -45,6 +45,13 @@ pub enum Request {
     /// What the guest has of its shares, and what a restore has come to. Always legal. Answer:
     /// [`Reply::Shares`].
     Shares {},
+    /// Changes which directories may be shared, for all shares at once: one that is in none of them loses
+    /// its server, and the guest gets EACCES, until it is allowed again, and goes on. Always legal.
+    /// Answer: [`Reply::Shares`].
+    AllowShares {
+        /// Absolute paths that exist. `None`: all may.
+        directories: Option<Vec<PathBuf>>,
+    },
     /// Takes all vCPUs out of the guest and stops the devices. Legal while running. Answer:
     /// [`Reply::Done`] when nothing moves any more.
     Pause {},
@@ -206,7 +213,7 @@ pub enum Reply {
     Done,
     /// To [`Request::Info {}`].
     Info(Box<Info>),
-    /// To [`Request::Shares`].
+    /// To [`Request::Shares`] and [`Request::AllowShares`].
     Shares {
         /// One for each `--fs`.
         shares: Vec<ShareInfo>,

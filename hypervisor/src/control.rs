@@ -215,6 +215,11 @@ impl Control {
             Request::Info {} => answer(&reply, Reply::Info(Box::new(self.info()))),
             Request::Metrics { format } => answer(&reply, self.metrics(format)),
             Request::Shares {} => answer(&reply, Reply::Shares { shares: self.vm.shares() }),
+            Request::AllowShares { directories } => {
+                let told = self.vm.allow_shares(directories.as_deref());
+                let told = told.map(|()| Reply::Shares { shares: self.vm.shares() });
+                answer(&reply, told.unwrap_or_else(|refused| failure(&refused)));
+            }
             Request::Pause {} => {
                 answer(&reply, done(self.vm.pause().map(crate::vm::Paused::keep)));
             }

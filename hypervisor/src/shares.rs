@@ -1,6 +1,7 @@
 //! Shares on their way into a VM: each has a file server and a thread of its own, so that one with
 //! much traffic holds up nothing else.
 
+use std::io;
 use std::path::PathBuf;
 
 use devices::executor::Executor;
@@ -23,6 +24,9 @@ pub fn default_program() -> PathBuf {
 pub struct RunningShare {
     id: String,
     handle: FsHandle,
+    tag: String,
+    /// Without links and detours, as it is served.
+    path: PathBuf,
     _executor: Executor,
 }
 
@@ -34,6 +38,9 @@ pub struct ShareInfo {
     /// What its file server says: how much the guest has open, and what a restore has come to. `None`
     /// if it does not answer.
     pub status: Option<serde_json::Value>,
+    /// False while its directory is in none of those that are allowed: nobody serves it.
+    #[serde(default = "yes")]
+    pub allowed: bool,
     /// How many of its file servers have ended unasked.
     #[serde(default)]
     pub server_losses: u64,
@@ -48,7 +55,13 @@ impl RunningShare {
         let status = self.handle.status();
         let status = status.and_then(|text| serde_json::from_str(&text).ok());
         let (server_losses, server_restarts) = self.handle.ends();
-        ShareInfo { id: self.id.clone(), status, server_losses, server_restarts }
+        let allowed = self.handle.is_allowed();
+        ShareInfo { id: self.id.clone(), status, allowed, server_losses, server_restarts }
+    }
+
+    /// Whether its directory is in one of those, which are without links and detours.
+    fn is_within(&self, allowed: &[PathBuf]) -> bool {
+        allowed.iter().any(|directory| self.path.starts_with(directory))
     }
 }
 
@@ -60,8 +73,41 @@ pub fn open(
     let program = config.fsd.clone().unwrap_or_else(default_program);
     let executor = Executor::spawn(&format!("fs-{}", share.id))?;
     let path = share.allowed_path(&config.fs_allow).map_err(ConfigError::from)?;
-    let device = Fs::new(executor.handle(), share.device(program, path))?;
-    let running =
-        RunningShare { id: share.id.clone(), handle: device.handle(), _executor: executor };
+    let device = Fs::new(executor.handle(), share.device(program, path.clone()))?;
+    let (id, tag, handle) = (share.id.clone(), share.tag.clone(), device.handle());
+    let running = RunningShare { id, handle, tag, path, _executor: executor };
     Ok((DeviceId::new(share.id.clone()), Box::new(device), running))
+}
+
+/// Allows the shares whose directory is in one of `allowed`, and forbids all others, at once. `None`: all
+/// are allowed. A directory that is not there changes nothing.
+pub fn allow(shares: &[RunningShare], allowed: Option<&[PathBuf]>) -> Result<(), AllowError> {
+    let real = |path: &PathBuf| {
+        let relative = path.is_relative().then(|| io::Error::other("it is not an absolute path"));
+        let real = relative.map_or_else(|| path.canonicalize(), Err);
+        real.map_err(|source| AllowError { path: path.clone(), source })
+    };
+    let allowed = allowed.map(|list| list.iter().map(real).collect::<Result<Vec<_>, _>>());
+    let allowed = allowed.transpose()?;
+    for share in shares {
+        let within = allowed.as_ref().is_none_or(|allowed| share.is_within(allowed));
+        if within != share.handle.is_allowed() {
+            tracing::info!(tag = share.tag, path = ?share.path, allowed = within, "share");
+        }
+        share.handle.allow(within);
+    }
+    Ok(())
+}
+
+/// Why a list of directories is refused.
+#[derive(Debug, thiserror::Error)]
+#[error("{path:?} cannot be allowed: {source}; nothing is changed")]
+pub struct AllowError {
+    /// The one.
+    pub path: PathBuf,
+    source: io::Error,
+}
+
+fn yes() -> bool {
+    true
 }

@@ -47,6 +47,7 @@ pub fn check(state: VmState, request: &Request) -> Result<(), Illegal> {
         Request::Info {} => ("info", true),
         Request::Metrics { .. } => ("metrics", true),
         Request::Shares {} => ("shares", true),
+        Request::AllowShares { .. } => ("allow_shares", true),
         Request::Pause {} => ("pause", state == VmState::Running),
         Request::Resume {} => ("resume", state == VmState::Paused),
         Request::Snapshot(_) => ("snapshot", matches!(state, VmState::Running | VmState::Paused)),

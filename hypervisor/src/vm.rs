@@ -23,7 +23,7 @@ use crate::generation::{Generation, GenerationError};
 use crate::kvm::VmHandle;
 use crate::metrics::{Family, Gathering};
 use crate::pci_slots::PciSlots;
-use crate::shares::{RunningShare, ShareInfo};
+use crate::shares::{AllowError, RunningShare, ShareInfo};
 use crate::snapshot::paging::Pager;
 use crate::snapshot::save::{Frozen, Job, SnapshotError};
 use crate::snapshot::tracking::Tracking;
@@ -212,6 +212,11 @@ impl Vm {
     /// Its shares, and what their servers say. Waits a second at most for each.
     pub fn shares(&self) -> Vec<ShareInfo> {
         self.shares.iter().map(RunningShare::info).collect()
+    }
+
+    /// See [`crate::shares::allow`].
+    pub fn allow_shares(&self, allowed: Option<&[std::path::PathBuf]>) -> Result<(), AllowError> {
+        crate::shares::allow(&self.shares, allowed)
     }
 
     /// Its disks, and which engine each has.

@@ -9,7 +9,7 @@ use std::fs;
 use std::os::unix::fs::MetadataExt;
 use std::path::{Path, PathBuf};
 
-use harness::{Place, TestVm, sh};
+use harness::{Place, TestVm, eventually, sh};
 use hypervisor::api::{Reply, Request};
 use libtest_mimic::Trial;
 
@@ -86,7 +86,28 @@ fn two_directories_are_read_and_written_and_one_only_read() {
         }
         run(&vm, "rm -r /work/*");
         assert_eq!(fs::read_dir(&work).unwrap().count(), 0);
+        forbids_and_allows(&vm, &work, &data);
     }
+}
+
+/// The host takes one of two directories away, and gives it back: what is open in it goes on.
+fn forbids_and_allows(vm: &TestVm, work: &Path, data: &Path) {
+    vm.leave(sh("exec 3>>/work/log; while ! [ -e /tmp/go ]; do sleep 0.1; done; echo on >&3"));
+    eventually("the log is open", || work.join("log").exists());
+    let allow = |arguments: &[&str]| vm.cli("fs allow", arguments).end();
+    let told = allow(&[data.to_str().unwrap()]).output(0);
+    let told: Vec<serde_json::Value> = serde_json::from_str(&told).unwrap();
+    let allowed: Vec<_> = told.iter().map(|share| &share["allowed"]).collect();
+    assert_eq!(allowed, [false, true], "{told:#?}");
+    assert!(failure(vm, "echo x >/work/new").contains("Permission denied"));
+    assert_eq!(run(vm, "cat /data/f"), "from the host");
+    let refused = allow(&["/nonexistent"]);
+    refused.output(125);
+    assert!(refused.stderr.contains("/nonexistent"), "{refused:?}");
+    allow(&["--any"]).output(0);
+    run(vm, "echo x >/work/new; touch /tmp/go");
+    eventually("what was open goes on", || fs::read(work.join("log")).unwrap() == b"on\n");
+    run(vm, "rm /work/*");
 }
 
 /// Holds files open, and does what it is told by a pipe.

@@ -191,7 +191,7 @@ impl TestVm {
 
     /// A call of `cube-vmm` about it: a subcommand, then its other arguments.
     pub fn cli(&self, subcommand: &str, arguments: &[&str]) -> Call<'_> {
-        let call = self.place.call([subcommand, "--api-socket"]);
+        let call = self.place.call(subcommand.split(' ').chain(["--api-socket"]));
         call.arguments([self.api.as_os_str()]).arguments(arguments)
     }
 

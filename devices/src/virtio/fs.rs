@@ -12,6 +12,7 @@
 
 mod ids;
 mod message;
+mod permit;
 mod restart;
 mod server;
 mod shadow;
@@ -27,6 +28,7 @@ use std::time::{Duration, Instant};
 use serde::{Deserialize, Serialize};
 
 pub use self::ids::{IdError, IdRange};
+use self::permit::Permit;
 use self::restart::Restart;
 pub use self::server::PATIENCE;
 use self::server::{Control, Server};
@@ -156,6 +158,8 @@ pub enum FsError {
     Silent { tag: String, what: &'static str },
     #[error("share {tag:?}: its file server has ended")]
     Gone { tag: String },
+    #[error("share {tag:?}: its directory is not allowed; allow it again with cube-vmm fs allow")]
+    Forbidden { tag: String },
     #[error("share {tag:?}: {what}")]
     Busy { tag: String, what: String },
     #[error("{what} cannot be made: {source}")]
@@ -215,6 +219,8 @@ struct Session {
     throttle: Option<Throttle>,
     /// When servers have ended, as far as it matters.
     ends: Vec<Instant>,
+    /// Whether it may be served.
+    permit: Permit,
 }
 
 /// Who answers.
@@ -222,6 +228,8 @@ enum Serving {
     Live(Server),
     /// One has ended, and another one is on its way: the guest waits.
     Restarting(Restart),
+    /// Nobody, until the host allows it again: the guest gets errors.
+    Forbidden,
     /// Nobody, ever: the guest gets errors.
     Gone,
 }
@@ -230,7 +238,7 @@ impl Session {
     fn server(&self) -> Option<&Server> {
         match &self.serving {
             Serving::Live(server) => Some(server),
-            Serving::Restarting(_) | Serving::Gone => None,
+            Serving::Restarting(_) | Serving::Forbidden | Serving::Gone => None,
         }
     }
 }
@@ -240,6 +248,7 @@ impl Session {
 pub struct FsHandle {
     control: Control,
     counters: Arc<Counters>,
+    permit: Permit,
 }
 
 impl FsHandle {
@@ -247,6 +256,17 @@ impl FsHandle {
     /// handler.
     pub fn status(&self) -> Option<String> {
         self.control.status().ok()
+    }
+
+    /// Allows or forbids that the share is served. What the guest has open goes on when it is allowed
+    /// again; until then the guest gets EACCES.
+    pub fn allow(&self, allowed: bool) {
+        self.permit.set(allowed);
+    }
+
+    /// Whether it may be served.
+    pub fn is_allowed(&self) -> bool {
+        self.permit.is_given()
     }
 
     /// How many servers of the share have ended, and how many have gone on in their place.
@@ -261,6 +281,7 @@ pub struct Fs {
     config: FsConfig,
     counters: Arc<Counters>,
     control: Control,
+    permit: Permit,
     /// While it is not live.
     session: Option<Session>,
     worker: Option<Running<Worker>>,
@@ -285,6 +306,8 @@ impl Fs {
         let journal = journal.map_err(|source| FsError::Host { what: "journal", source })?;
         let throttle = (!config.rate.is_none()).then(|| Throttle::new(config.rate)).transpose();
         let throttle = throttle.map_err(|source| FsError::Host { what: "timer", source })?;
+        let permit = Permit::new();
+        let permit = permit.map_err(|source| FsError::Host { what: "event", source })?;
         let server = Server::start(&config, &shadow, &journal)?;
         let control = server.control();
         let session = Session {
@@ -295,14 +318,16 @@ impl Fs {
             control: control.clone(),
             throttle,
             ends: Vec::new(),
+            permit: permit.clone(),
         };
         let (counters, session) = (Arc::default(), Some(session));
-        Ok(Self { executor, config, counters, control, session, worker: None })
+        Ok(Self { executor, config, counters, control, permit, session, worker: None })
     }
 
     /// The way to ask the file server about the share, for as long as one likes.
     pub fn handle(&self) -> FsHandle {
-        FsHandle { control: self.control.clone(), counters: self.counters.clone() }
+        let (control, counters) = (self.control.clone(), self.counters.clone());
+        FsHandle { control, counters, permit: self.permit.clone() }
     }
 
     fn gone(&self) -> FsError {

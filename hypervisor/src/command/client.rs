@@ -202,12 +202,38 @@ pub enum FsCommand {
     /// tombstones of what is gone; and after a restore, what was restored and what is stale, with paths
     /// and reasons
     Report(Target),
+    /// Change which directories may be shared while the VM runs, in place of --fs-allow. A share that is
+    /// in none of them is not served any more, at once: the guest gets "Permission denied". When it is
+    /// allowed again, its open files, current directories and mount go on. Prints the report
+    Allow(AllowOptions),
+}
+
+/// Options of `fs allow`.
+#[derive(Args, Clone, Debug)]
+pub struct AllowOptions {
+    /// The VM.
+    #[command(flatten)]
+    target: Target,
+    /// All directories may be shared.
+    #[arg(long, conflicts_with = "directories")]
+    any: bool,
+    /// Directories that may be shared, with all that is in them.
+    #[arg(required_unless_present = "any", value_name = "DIR")]
+    directories: Vec<PathBuf>,
 }
 
 /// Carries it out.
 pub fn fs(command: &FsCommand) -> anyhow::Result<u8> {
-    let FsCommand::Report(target) = command;
-    match request(&target.api_socket, &Request::Shares {})? {
+    let (target, asked) = match command {
+        FsCommand::Report(target) => (target, Request::Shares {}),
+        FsCommand::Allow(options) => {
+            let directories = options.directories.iter().map(std::path::absolute).collect();
+            let directories = if options.any { None } else { Some(directories) };
+            let directories = directories.transpose()?;
+            (&options.target, Request::AllowShares { directories })
+        }
+    };
+    match request(&target.api_socket, &asked)? {
         Reply::Shares { shares } => print(&format!("{}\n", serde_json::to_string_pretty(&shares)?)),
         Reply::Error { message, .. } => anyhow::bail!("{message}"),
         other => anyhow::bail!("the VM answered shares with {other:?}"),

@@ -3,6 +3,7 @@
 mod jail;
 mod life;
 mod many;
+mod permit;
 mod succession;
 
 use std::fs;
@@ -16,7 +17,7 @@ use devices::metrics::Meter;
 use devices::snapshot::{Record, Stateful};
 use devices::testing::{Buffer, GuestDriver};
 use devices::virtio::VirtioDevice;
-use devices::virtio::fs::{Fs, FsConfig, FsError};
+use devices::virtio::fs::{Fs, FsConfig, FsError, FsHandle};
 
 use crate::guest::{Answers, Guest};
 
@@ -35,6 +36,7 @@ pub struct Driven {
     pub driver: GuestDriver,
     pub executor: Executor,
     pub meter: Meter,
+    pub handle: FsHandle,
     request: GuestAddress,
     reply: GuestAddress,
 }
@@ -57,11 +59,11 @@ impl Driven {
     }
 
     fn with(device: Fs, executor: Executor) -> Self {
-        let meter = device.meter().unwrap();
+        let (meter, handle) = (device.meter().unwrap(), device.handle());
         let mut driver = GuestDriver::new(Box::new(device));
         driver.initialize();
         let (request, reply) = (driver.alloc(ROOM), driver.alloc(ROOM));
-        Self { driver, executor, meter, request, reply }
+        Self { driver, executor, meter, handle, request, reply }
     }
 
     /// Puts a message into a queue, without waiting.
@@ -118,7 +120,7 @@ pub fn moved(
     server.driver.pause();
     let record = server.driver.save();
     let device = Fs::new(server.executor.handle(), config)?;
-    server.meter = device.meter().unwrap();
+    (server.meter, server.handle) = (device.meter().unwrap(), device.handle());
     server.driver.replace(Box::new(device), record)?;
     server.driver.resume();
     Ok(guest)

@@ -75,6 +75,9 @@ impl Snapshot for Fs {
             let what = "its file server has ended, and is being started again".to_owned();
             return Err(refused(FsError::Busy { tag, what }));
         }
+        if let Serving::Forbidden = session.serving {
+            return Err(refused(FsError::Forbidden { tag }));
+        }
         let server = session.server().ok_or_else(|| refused(self.gone()))?;
         let share = Blob(server.save().map_err(refused)?);
         Ok(FsState { tag, share })

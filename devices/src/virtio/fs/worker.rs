@@ -5,7 +5,6 @@ use std::sync::Arc;
 use std::time::{Duration, Instant};
 
 use super::message::{Head, OUT_HEADER, destroy, error};
-use super::restart::Restart;
 use super::shadow::{MAX_REPLY, MAX_REQUEST};
 use super::{Counters, Serving, Session};
 use crate::executor::{Flow, Handler, Interest, Sources};
@@ -28,6 +27,8 @@ const CALL: Token = Token(u32::MAX);
 const PEER: Token = Token(u32::MAX - 1);
 /// Another one is there, or never will be.
 const RESTARTED: Token = Token(u32::MAX - 2);
+/// The host allows or forbids the share.
+const PERMIT: Token = Token(u32::MAX - 4);
 /// The rate limit lets something through again.
 const TIMER: Token = Token(u32::MAX - 3);
 
@@ -70,6 +71,11 @@ impl Session {
         {
             server.kick.signal();
         }
+    }
+
+    /// Why nobody serves.
+    fn reason(&self) -> i32 {
+        if let Serving::Forbidden = self.serving { libc::EACCES } else { libc::EIO }
     }
 
     /// What a guest waits for: how much, and the oldest of it in words.
@@ -121,7 +127,7 @@ impl Worker {
                 (_, None) => Some(Vec::new()),
                 (_, Some(head)) if !head.is_silent() && room < OUT_HEADER => Some(Vec::new()),
                 (_, Some(head)) if request > MAX_REQUEST => refusal(head, libc::E2BIG),
-                (None, Some(head)) => refusal(head, libc::EIO),
+                (None, Some(head)) => refusal(head, self.session.reason()),
                 (Some(_), Some(_)) => None,
             };
             if let Some(answer) = answer {
@@ -183,7 +189,7 @@ impl Worker {
     }
 
     /// Gives the guest the answers that have come.
-    fn reap(&mut self) -> Result<(), QueueFault> {
+    pub(super) fn reap(&mut self) -> Result<(), QueueFault> {
         while self.session.server().is_some() {
             match self.session.shadow.answer() {
                 Ok(Some(answer)) => {
@@ -231,16 +237,13 @@ impl Worker {
             "the file server has ended; what was on its way has failed"
         );
         if again {
-            match Restart::begin(session.config.clone(), session.journal.clone()) {
-                Ok(restart) => session.serving = Serving::Restarting(restart),
-                Err(error) => tracing::error!(tag = self.tag, %error, "no file server any more"),
-            }
+            session.restart(&self.tag);
         }
         answered
     }
 
     /// What is on its way has failed.
-    fn abandon(&mut self) -> Result<(), QueueFault> {
+    pub(super) fn abandon(&mut self) -> Result<(), QueueFault> {
         for owner in self.session.shadow.abandon() {
             let Some((index, chain)) = owner.place else { continue };
             self.counters.failures.one();
@@ -260,6 +263,8 @@ impl Worker {
             Ok((server, shadow))
         });
         match begun {
+            // It ends before it has seen anything of the guest's.
+            Ok(_) if !self.session.permit.is_given() => self.session.serving = Serving::Forbidden,
             Ok((server, shadow)) => {
                 (self.session.serving, self.session.shadow) = (Serving::Live(server), shadow);
                 self.counters.restarts.one();
@@ -318,7 +323,7 @@ impl Worker {
                 sources.remove(PEER);
                 sources.add(RESTARTED, &restart.done, Interest::Read)
             }
-            Serving::Gone => {
+            Serving::Forbidden | Serving::Gone => {
                 sources.remove(CALL);
                 sources.remove(PEER);
                 Ok(())
@@ -338,6 +343,7 @@ impl Worker {
                 self.take_up();
                 Ok(())
             }
+            PERMIT => self.heed(),
             TIMER => {
                 if let Some(throttle) = &mut self.session.throttle {
                     throttle.time_has_come();
@@ -363,6 +369,7 @@ impl Handler for Worker {
         if let Some(throttle) = &self.session.throttle {
             sources.add(TIMER, throttle, Interest::Read)?;
         }
+        sources.add(PERMIT, &self.session.permit.changed, Interest::Read)?;
         self.watch(sources)
     }
 

@@ -11,7 +11,7 @@ use tempfile::tempdir;
 use super::{Driven, config, mounted, server_of};
 use crate::guest::{BOTH, Guest, READ, ROOT};
 
-fn signal(pid: i32, signal: i32) {
+pub fn signal(pid: i32, signal: i32) {
     // SAFETY: a signal to a process that this one has started.
     assert_eq!(unsafe { libc::kill(pid, signal) }, 0);
 }
