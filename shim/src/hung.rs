@@ -65,7 +65,9 @@ impl Vm {
     /// Whether a file server does not answer. If the VMM does not, nothing is known of that.
     async fn has_lost_its_files(&self) -> bool {
         match self.vmm.ask(&api::Request::Shares {}).await {
-            Ok(api::Reply::Shares { shares }) => shares.iter().any(|share| share.status.is_none()),
+            Ok(api::Reply::Shares { shares }) => {
+                shares.iter().any(|share| share.allowed && share.status.is_none())
+            }
             _ => false,
         }
     }

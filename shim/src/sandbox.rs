@@ -38,8 +38,8 @@ const OTHERS: Duration = Duration::from_secs(1);
 const LOOK: Duration = Duration::from_secs(1);
 /// How many looks in a row may find a VM without a container.
 const EMPTY: u32 = 3;
-/// How many, if there is no VM either.
-const UNBORN: u32 = 10;
+/// How many, if there is no VM either: containerd may be slow to ask for the first container.
+const UNBORN: u32 = 30;
 /// Between two tries to ask a guest that lives and does not answer.
 const PAUSE: Duration = Duration::from_millis(200);
 
