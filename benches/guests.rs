@@ -11,6 +11,7 @@ use guest_protocol::{Client, HybridSocket};
 
 use crate::agent::Agent;
 use crate::peer::Peer;
+use crate::vmm::Staying;
 
 /// Memory of each guest.
 const MEMORY_MIB: u32 = 256;
@@ -120,12 +121,11 @@ impl Guest {
         command("ip", &["link", "set", &tap, "up"])?;
         let mut start = match kind {
             Kind::Cube { program, transport, engine, vhost } => {
-                let mut start = Command::new(program);
-                start.args(["start", "--boot-timeout", "300", "--transport", transport]);
-                start.arg("--memory").arg(format!("{MEMORY_MIB}M"));
-                start.arg("--api-socket").arg(path("api")).arg("--vsock").arg(&vsock);
-                start.arg("--kernel").arg(&files.kernel).arg("--initrd").arg(&files.initrd);
-                start.arg("--disk").arg(format!("path={},ro", files.tools.display()));
+                let Files { kernel, initrd, tools, .. } = files;
+                let (memory_mib, api) = (MEMORY_MIB, &path("api"));
+                let vsock = &vsock;
+                let staying = Staying { transport, memory_mib, api, vsock, kernel, initrd, tools };
+                let mut start = staying.command(program);
                 start.arg("--disk").arg(format!("path={},engine={engine}", disk.display()));
                 let vhost = if *vhost { ",vhost=on" } else { "" };
                 start.args(["--net", &format!("tap={tap}{vhost}")]);

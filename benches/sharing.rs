@@ -14,6 +14,7 @@ use anyhow::{Context, bail, ensure};
 use guest_protocol::HybridSocket;
 
 use crate::agent::{Agent, KernelVsock};
+use crate::vmm::Staying;
 
 /// Memory of each guest.
 pub const MEMORY_MIB: u32 = 512;
@@ -125,12 +126,11 @@ impl Guest {
             Kind::Cube { program, transport } => {
                 let vsock = path("vsock");
                 let agent = Agent::new(kind.name(), HybridSocket::new(&vsock));
-                let mut start = Command::new(program);
-                start.args(["start", "--boot-timeout", "300", "--transport", transport]);
-                start.arg("--memory").arg(format!("{MEMORY_MIB}M"));
-                start.arg("--api-socket").arg(path("api")).arg("--vsock").arg(&vsock);
-                start.arg("--kernel").arg(&files.kernel).arg("--initrd").arg(&files.initrd);
-                start.arg("--disk").arg(format!("path={},ro", files.tools.display()));
+                let Files { kernel, initrd, tools, .. } = files;
+                let (memory_mib, api) = (MEMORY_MIB, &path("api"));
+                let vsock = &vsock;
+                let staying = Staying { transport, memory_mib, api, vsock, kernel, initrd, tools };
+                let mut start = staying.command(program);
                 for cache in caches.iter().map(|cache| cache.name()) {
                     let share = files.share.display();
                     start.arg("--fs").arg(format!("tag={cache},path={share},cache={cache}"));

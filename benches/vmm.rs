@@ -152,6 +152,37 @@ pub fn marks(ladder: &Ladder, spawned_ns: u64) -> Vec<(String, u64)> {
     ladder.stamps.iter().map(since).collect()
 }
 
+/// A Linux guest of cube-vmm that stays, and is asked through its vsock.
+pub struct Staying<'a> {
+    /// How its devices are attached.
+    pub transport: &'a str,
+    /// Its memory, in MiB.
+    pub memory_mib: u32,
+    /// Where its api socket is made.
+    pub api: &'a Path,
+    /// Where its vsock is made.
+    pub vsock: &'a Path,
+    /// Kernel.
+    pub kernel: &'a Path,
+    /// Root image with the agent.
+    pub initrd: &'a Path,
+    /// The image of programs, `/dev/vda`.
+    pub tools: &'a Path,
+}
+
+impl Staying<'_> {
+    /// What starts it, to which more devices may be added.
+    pub fn command(&self, program: &Path) -> Command {
+        let mut start = Command::new(program);
+        start.args(["start", "--boot-timeout", "300", "--transport", self.transport]);
+        start.arg("--memory").arg(format!("{}M", self.memory_mib));
+        start.arg("--api-socket").arg(self.api).arg("--vsock").arg(self.vsock);
+        start.arg("--kernel").arg(self.kernel).arg("--initrd").arg(self.initrd);
+        start.arg("--disk").arg(format!("path={},ro", self.tools.display()));
+        start
+    }
+}
+
 #[cfg(test)]
 mod tests {
     use super::*;
