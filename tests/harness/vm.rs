@@ -8,6 +8,7 @@ use std::time::{Duration, Instant};
 use guest_protocol::{Client, HybridSocket, Spawn};
 use hypervisor::api::{Info, MetricsFormat, Reply, Request, SnapshotRequest, StopHow};
 use hypervisor::api_socket;
+use hypervisor::state::VmState;
 use nix::sys::signal::Signal;
 
 use crate::call::{Call, Ended, Running};
@@ -89,7 +90,7 @@ impl Builder {
             .arguments(&arguments)
             .start();
         let mut vm = TestVm { running: Some(running), api, vsock, place };
-        vm.wait_until_ready();
+        vm.wait_until("ready", |info| info.ready);
         vm
     }
 }
@@ -131,31 +132,57 @@ impl TestVm {
     /// If it does not get ready.
     #[track_caller]
     pub fn restore(dir: &Path, options: &[&str]) -> Self {
-        let place = Place::new();
-        let (api, vsock) = (PathBuf::from(place.path("api")), PathBuf::from(place.path("vsock")));
-        let call = place.call(["restore", "--api-socket", "api", "--resume", "--override"]);
-        let call = call.arguments([format!("vsock={}", vsock.display())]).arguments(options);
-        let running = call.arguments([dir]).start();
-        let mut vm = Self { running: Some(running), api, vsock, place };
-        vm.wait_until_ready();
+        let mut vm = Self::restored(dir, &[options, &["--resume"]].concat());
+        vm.wait_until("ready", |info| info.ready);
         vm
     }
 
+    /// A guest that stands still where the snapshot in `dir` was taken; any options of
+    /// `cube-vmm restore`.
+    ///
+    /// # Panics
+    /// If there is none.
     #[track_caller]
-    fn wait_until_ready(&mut self) {
+    pub fn restore_paused(dir: &Path, options: &[&str]) -> Self {
+        let mut vm = Self::restored(dir, options);
+        vm.wait_until("paused", |info| info.state == VmState::Paused);
+        vm
+    }
+
+    fn restored(dir: &Path, options: &[&str]) -> Self {
+        let place = Place::new();
+        let (api, vsock) = (PathBuf::from(place.path("api")), PathBuf::from(place.path("vsock")));
+        let call = place.call(["restore", "--api-socket", "api", "--override"]);
+        let call = call.arguments([format!("vsock={}", vsock.display())]).arguments(options);
+        let running = call.arguments([dir]).start();
+        Self { running: Some(running), api, vsock, place }
+    }
+
+    /// Lets a guest of [`TestVm::restore_paused`] go on, and waits until it is ready.
+    ///
+    /// # Panics
+    /// If it does not get ready.
+    #[track_caller]
+    pub fn resume(&mut self) {
+        self.ask(&Request::Resume {});
+        self.wait_until("ready", |info| info.ready);
+    }
+
+    #[track_caller]
+    fn wait_until(&mut self, what: &str, is_so: impl Fn(&Info) -> bool) {
         let deadline = Instant::now() + BOOTS_WITHIN;
         loop {
             let answer = api_socket::request(&self.api, &Request::Info {});
             if let Ok(Reply::Info(info)) = &answer
-                && info.ready
+                && is_so(info)
             {
                 return;
             }
             if self.running_mut().has_ended() {
                 let ended = self.running.take().unwrap().end();
-                panic!("the VM ended instead of getting ready: {ended:?}");
+                panic!("the VM ended instead of getting {what}: {ended:?}");
             }
-            assert!(Instant::now() < deadline, "not ready in {BOOTS_WITHIN:?}: {answer:?}");
+            assert!(Instant::now() < deadline, "not {what} in {BOOTS_WITHIN:?}: {answer:?}");
             std::thread::sleep(Duration::from_millis(10));
         }
     }
