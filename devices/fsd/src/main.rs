@@ -4,7 +4,7 @@ use std::fs::File;
 use std::io::Write;
 use std::mem::MaybeUninit;
 use std::os::fd::{AsRawFd, FromRawFd, RawFd};
-use std::os::unix::net::UnixStream;
+use std::os::unix::net::{UnixDatagram, UnixStream};
 use std::path::PathBuf;
 use std::process::ExitCode;
 
@@ -14,6 +14,7 @@ use cube_fsd::journal::Journal;
 use cube_fsd::service::{Service, Status};
 use cube_fsd::share::{Cache, IdRange, Policy, Settings};
 use cube_fsd::state::ShareIdentity;
+use cube_fsd::tracked::lend::Lender;
 use cube_fsd::tracked::{Core, Tracked};
 use cube_fsd::{jail, session};
 use virtiofsd::passthrough::PassthroughFs;
@@ -43,6 +44,9 @@ struct Options {
     /// Descriptor of a file in memory, for what the next server has to know should this one die
     #[arg(long, value_name = "FD")]
     journal: Option<RawFd>,
+    /// Descriptor of the socket through which descriptors of files are lent
+    #[arg(long, value_name = "FD")]
+    lend: Option<RawFd>,
     /// Nothing can be changed
     #[arg(long)]
     read_only: bool,
@@ -105,10 +109,11 @@ fn identify(options: &Options) -> std::io::Result<ShareIdentity> {
 
 fn run(options: &Options, vhost: UnixStream, control: &UnixStream) -> Result<(), String> {
     let mut given = vec![options.vhost, options.control];
-    given.extend(options.journal);
+    given.extend(options.journal.into_iter().chain(options.lend));
     jail::close_others(&mut given).map_err(|error| error.to_string())?;
     let journal =
         journal(options).map_err(|error| format!("its journal cannot be used: {error}"))?;
+    let lender = lender(options).map_err(|error| format!("nothing can be lent: {error}"))?;
     let limit = jail::raise_descriptor_limit().saturating_sub(OWN_DESCRIPTORS);
     let path = options.path.display();
     let named = |error: std::io::Error| format!("directory {path} cannot be served: {error}");
@@ -133,7 +138,7 @@ fn run(options: &Options, vhost: UnixStream, control: &UnixStream) -> Result<(),
         true => Ok(()),
         false => jail::drop_privileges().map_err(|error| error.to_string()),
     };
-    let share = Share { share, settings, policy: options.policy, limit, journal };
+    let share = Share { share, settings, policy: options.policy, limit, journal, lender };
     if options.read_only {
         let core = PassthroughFsRo::new(config).map_err(named)?;
         restrict()?;
@@ -152,6 +157,7 @@ struct Share {
     policy: Policy,
     limit: u64,
     journal: Option<Journal>,
+    lender: Option<Lender>,
 }
 
 impl Share {
@@ -162,6 +168,9 @@ impl Share {
         control: &UnixStream,
     ) -> Result<(), String> {
         let tracked = Tracked::limited(core, self.limit);
+        if let Some(lender) = self.lender {
+            tracked.lend_to(lender);
+        }
         let mut service = Service::of(tracked, self.share, self.settings, self.policy);
         if let Some(journal) = self.journal {
             service.keep(journal).map_err(|error| error.to_string())?;
@@ -176,6 +185,12 @@ fn journal(options: &Options) -> std::io::Result<Option<Journal>> {
     // is no file fails when it is looked at.
     let file = options.journal.map(|fd| unsafe { File::from_raw_fd(fd) });
     file.map(Journal::open).transpose()
+}
+
+fn lender(options: &Options) -> std::io::Result<Option<Lender>> {
+    // SAFETY: as for the journal. One that is no socket fails when it is used.
+    let socket = options.lend.map(|fd| unsafe { UnixDatagram::from_raw_fd(fd) });
+    socket.map(Lender::new).transpose()
 }
 
 fn main() -> ExitCode {

@@ -7,6 +7,7 @@
 //! It is meant for one thread. The lock is there because the trait asks for it.
 
 mod cold;
+pub mod lend;
 mod operations;
 
 use std::collections::BTreeMap;
@@ -19,6 +20,7 @@ use virtiofsd::filesystem::{Context, Entry, FileSystem};
 use virtiofsd::read_dir::ReadDir;
 use virtiofsd::soft_idmap::{GuestGid, GuestUid};
 
+use self::lend::Lender;
 use crate::identity::{Descriptor, Seen, look};
 use crate::names;
 use crate::restore::Stale;
@@ -61,6 +63,8 @@ pub(crate) struct Inside {
     unverified: Vec<u64>,
     /// What was found to be stale since it was last taken.
     stale: Vec<Stale>,
+    /// To whom files are lent.
+    lender: Option<Lender>,
 }
 
 impl Default for Inside {
@@ -73,7 +77,16 @@ impl Default for Inside {
             most: usize::MAX,
             unverified: Vec::new(),
             stale: Vec::new(),
+            lender: None,
         }
+    }
+}
+
+impl Inside {
+    /// A handle of a node is used; whether its file is to be lent now.
+    fn is_due(&mut self, node: u64, handle: u64) -> bool {
+        let plain = self.table.node(node).is_some_and(|node| node.kind == libc::S_IFREG);
+        plain && self.lender.as_mut().is_some_and(|lender| lender.is_due(handle))
     }
 }
 
@@ -104,6 +117,18 @@ impl<F: Core> Tracked<F> {
         let this = Self::new(core);
         this.inside().most = usize::try_from(most).unwrap_or(usize::MAX);
         this
+    }
+
+    /// Lends files to `lender`'s VMM from now on.
+    pub fn lend_to(&self, lender: Lender) {
+        self.inside().lender = Some(lender);
+    }
+
+    /// Lends the file of a handle.
+    fn lend(&self, node: u64, handle: u64, file: &File) {
+        if let Some(lender) = &self.inside().lender {
+            lender.lend(node, handle, file);
+        }
     }
 
     pub(crate) fn core(&self) -> &F {
@@ -231,6 +256,9 @@ impl<F: Core> Tracked<F> {
         inside.orphans.clear();
         inside.unverified.clear();
         inside.stale.clear();
+        if let Some(lender) = &mut inside.lender {
+            lender.clear();
+        }
     }
 
     /// Starts with the root alone, after the library has started.

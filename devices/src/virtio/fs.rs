@@ -11,6 +11,7 @@
 //! guest an I/O error.
 
 mod ids;
+mod lent;
 mod message;
 mod permit;
 mod restart;
@@ -173,6 +174,7 @@ pub enum FsError {
 #[derive(Default)]
 struct Counters {
     requests: Count,
+    direct: Count,
     read_bytes: Count,
     written_bytes: Count,
     failures: Count,
@@ -187,6 +189,11 @@ impl Metered for Counters {
         let counter = |name, help, count: &Count| Metric::counter(name, help, count.get());
         vec![
             counter("fs_requests_total", "Messages answered", &self.requests),
+            counter(
+                "fs_direct_total",
+                "Reads and writes that were answered from the host's page cache, without the server",
+                &self.direct,
+            ),
             counter("fs_sent_bytes_total", "Bytes of messages, data included", &self.written_bytes),
             counter("fs_received_bytes_total", "Bytes of answers, data included", &self.read_bytes),
             counter(

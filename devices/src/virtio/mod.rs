@@ -30,6 +30,7 @@ pub mod queue;
 pub mod rng;
 mod throttle;
 pub mod transport;
+mod vectors;
 pub mod vhost;
 pub mod vsock;
 

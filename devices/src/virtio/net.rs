@@ -32,7 +32,6 @@ pub mod tap;
 #[cfg(test)]
 mod tests;
 mod transmit;
-mod vectors;
 
 use std::sync::Arc;
 

@@ -14,8 +14,12 @@ use virtiofsd::filesystem::{
 use virtiofsd::fuse;
 use virtiofsd::read_dir::ReadDir;
 
+use super::lend::Shown;
 use super::{Core, Inside, Tracked, errno, held, legal};
 use crate::table::Handle;
+
+/// More bytes than any message moves.
+const MOST_AT_ONCE: i64 = 1 << 32;
 
 /// The library's numbers of a node and a handle on it.
 fn opened(inside: &Inside, node: u64, handle: u64) -> io::Result<(u64, u64)> {
@@ -71,8 +75,21 @@ impl<F: Core> Tracked<F> {
         Ok(())
     }
 
+    /// The library's numbers for a read or a write from `offset` on, and whether the file is to be lent.
+    fn used(&self, node: u64, handle: u64, offset: u64) -> io::Result<(u64, u64, bool)> {
+        // The kernel's offsets have a sign, and the library panics over others.
+        let end = i64::try_from(offset).ok().and_then(|at| at.checked_add(MOST_AT_ONCE));
+        end.ok_or_else(|| errno(libc::EINVAL))?;
+        let mut inside = self.inside();
+        let (inner, known) = opened(&inside, node, handle)?;
+        Ok((inner, known, inside.is_due(node, handle)))
+    }
+
     fn closed(&self, node: u64, handle: u64, directory: bool) -> io::Result<()> {
         let mut inside = self.inside();
+        if let Some(lender) = &mut inside.lender {
+            lender.forget(handle);
+        }
         let inner = held(&inside.table, node);
         let known = inside.table.handle(handle).is_some_and(|known| known.directory == directory);
         let closed = if known { inside.table.close(handle, node) } else { None };
@@ -303,8 +320,9 @@ impl<F: Core> FileSystem for Tracked<F> {
         lock_owner: Option<u64>,
         flags: u32,
     ) -> io::Result<usize> {
-        let (inner, handle) = opened(&self.inside(), inode, handle)?;
-        self.core().read(ctx, inner, handle, w, size, offset, lock_owner, flags)
+        let (inner, opened, due) = self.used(inode, handle, offset)?;
+        let w = Shown(w, due.then_some(|file: &_| self.lend(inode, handle, file)));
+        self.core().read(ctx, inner, opened, w, size, offset, lock_owner, flags)
     }
 
     fn write<R: ZeroCopyReader>(
@@ -320,9 +338,10 @@ impl<F: Core> FileSystem for Tracked<F> {
         kill_priv: bool,
         flags: u32,
     ) -> io::Result<usize> {
-        let (inner, handle) = opened(&self.inside(), inode, handle)?;
+        let (inner, opened, due) = self.used(inode, handle, offset)?;
+        let r = Shown(r, due.then_some(|file: &_| self.lend(inode, handle, file)));
         let core = self.core();
-        core.write(ctx, inner, handle, r, size, offset, lock_owner, delayed_write, kill_priv, flags)
+        core.write(ctx, inner, opened, r, size, offset, lock_owner, delayed_write, kill_priv, flags)
     }
 
     fn flush(&self, ctx: Context, inode: u64, handle: u64, lock_owner: u64) -> io::Result<()> {

@@ -1,6 +1,7 @@
 //! Through the device: a driver without a guest, the VMM's side, and the real server in its jail.
 
 mod jail;
+mod lent;
 mod life;
 mod many;
 mod permit;

@@ -143,6 +143,11 @@ fn r3_handles_belong_to_their_node_and_their_kind() {
     assert_eq!(guest.release(d, directory), Err(libc::EBADF));
     assert_eq!(guest.open(d, READ), Err(libc::EISDIR));
     assert_eq!(guest.opendir(f), Err(libc::ENOTDIR));
+    // Behind the last byte that a file can have.
+    for at in [i64::MAX as u64 - 1, i64::MAX as u64, 1 << 63, u64::MAX - 5, u64::MAX] {
+        assert_eq!(guest.read(f, file, at, 4096), Err(libc::EINVAL), "{at}");
+        assert_eq!(guest.write(f, file, at, b"x"), Err(libc::EINVAL), "{at}");
+    }
     guest.release(f, file).unwrap();
     assert_eq!(guest.release(f, file), Err(libc::EBADF));
 }
@@ -168,7 +173,33 @@ fn r5_rights_are_those_of_who_asks() {
     assert_eq!(d.attr.uid, 0);
 }
 
-/// Messages of random bytes behind a head that makes sense.
+/// Numbers at which something ends.
+const EDGES: [u64; 8] =
+    [0, 1 << 31, u32::MAX as u64, 1 << 32, i64::MAX as u64 - 1, i64::MAX as u64, 1 << 63, u64::MAX];
+
+/// The body of a message: numbers, most of them of nodes and handles that there are or at which something
+/// ends, or bytes; a name behind them.
+fn body(random: &mut impl FnMut() -> u32) -> Vec<u8> {
+    if random().is_multiple_of(4) {
+        let len = random() % 96;
+        return (0..len).map(|_| (random() >> (random() % 8)) as u8).collect();
+    }
+    let mut bytes = Vec::new();
+    for _ in 0..random() % 12 {
+        let number = match random() % 8 {
+            0..4 => u64::from(random() % 24),
+            4..6 => EDGES[random() as usize % EDGES.len()],
+            6 => u64::from(random()) << 32 | u64::from(random()),
+            _ => u64::from(random() % 24) << 32 | u64::from(random() % 24),
+        };
+        bytes.extend(number.to_le_bytes());
+    }
+    let names = [&b"f\0"[..], b"d\0", b"n\0", b"f\0n\0", b"n\0f\0", b".\0", b"", b"no end"];
+    bytes.extend(names[random() as usize % names.len()]);
+    bytes
+}
+
+/// Messages of all kinds, few of which make sense.
 pub fn noise(guest: &mut Guest<impl Answers>, rounds: u32, mut seed: u64) {
     let mut random = move || {
         seed ^= seed << 13;
@@ -177,13 +208,12 @@ pub fn noise(guest: &mut Guest<impl Answers>, rounds: u32, mut seed: u64) {
         seed as u32
     };
     for _ in 0..rounds {
-        let (opcode, node) = (random() % 54, u64::from(random() % 6));
+        let (opcode, node) = (random() % 54, u64::from(random() % 12));
         // What ends the mount, or begins another one, is not noise.
         if matches!(opcode, 26 | 38) {
             continue;
         }
-        let len = random() % 96;
-        let body: Vec<u8> = (0..len).map(|_| (random() >> (random() % 8)) as u8).collect();
+        let body = body(&mut random);
         let mut message = guest.message(opcode, node, &body);
         if random() % 8 == 0 {
             let at = random() as usize % message.len();

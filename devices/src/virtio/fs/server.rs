@@ -21,6 +21,7 @@ use vhost::vhost_user::{Frontend, VhostUserFrontend};
 use vhost::{VhostBackend, VhostUserMemoryRegionInfo, VringConfigData};
 use vm_memory::GuestMemoryBackend;
 
+use super::lent::Lent;
 use super::shadow::{RING, ShadowQueue};
 use super::{Cache, FsConfig, FsError, Policy};
 use crate::event::Event;
@@ -43,6 +44,7 @@ const MAX_STATUS: u64 = 4 << 20;
 const VHOST_FD: i32 = 3;
 const CONTROL_FD: i32 = 4;
 const JOURNAL_FD: i32 = 5;
+const LENT_FD: i32 = 6;
 
 /// Bytes of the file in which a server keeps what the next one has to know. Only what is written of it
 /// takes memory.
@@ -105,6 +107,8 @@ pub(super) struct Server {
     pub call: Event,
     /// It says with which message it wants to be signalled, and is told with which answer.
     pub by_index: bool,
+    /// Files that it has lent.
+    pub lent: Lent,
 }
 
 impl AsFd for Server {
@@ -119,6 +123,7 @@ struct Given {
     vhost: OwnedFd,
     control: OwnedFd,
     journal: OwnedFd,
+    lent: OwnedFd,
 }
 
 /// A file for [`Server::start`].
@@ -130,7 +135,7 @@ fn spawn(config: &FsConfig, given: &Given) -> io::Result<Child> {
     let mut command = Command::new(&config.program);
     command.arg("--path").arg(&config.path).args(["--tag", &config.tag]);
     command.args(["--vhost", &VHOST_FD.to_string(), "--control", &CONTROL_FD.to_string()]);
-    command.args(["--journal", &JOURNAL_FD.to_string()]);
+    command.args(["--journal", &JOURNAL_FD.to_string(), "--lend", &LENT_FD.to_string()]);
     let flags = [
         (config.read_only, "--read-only"),
         (config.writeback, "--writeback"),
@@ -145,16 +150,17 @@ fn spawn(config: &FsConfig, given: &Given) -> io::Result<Child> {
     command.args(["--cache", config.cache.name(), "--policy", config.policy.name()]);
     // Nothing of ours is told to it by its environment, nor by its folder.
     command.env_clear().current_dir("/").stdin(Stdio::null()).stdout(Stdio::null());
-    let given = [&given.vhost, &given.control, &given.journal].map(AsRawFd::as_raw_fd);
+    let given = [&given.vhost, &given.control, &given.journal, &given.lent];
+    let given = given.map(AsRawFd::as_raw_fd);
     let place = move || {
         // Above what they are moved to, so that none is overwritten by the other.
         // SAFETY: descriptors that are open in this process and its copy.
         let high = unsafe {
             // Not in the process group of a terminal, whose interrupt is for the VMM to hear.
             libc::setsid();
-            given.map(|fd| libc::fcntl(fd, libc::F_DUPFD_CLOEXEC, JOURNAL_FD + 1))
+            given.map(|fd| libc::fcntl(fd, libc::F_DUPFD_CLOEXEC, LENT_FD + 1))
         };
-        for (from, to) in high.into_iter().zip([VHOST_FD, CONTROL_FD, JOURNAL_FD]) {
+        for (from, to) in high.into_iter().zip([VHOST_FD, CONTROL_FD, JOURNAL_FD, LENT_FD]) {
             // SAFETY: takes numbers only, and checks them.
             if from < 0 || unsafe { libc::dup2(from, to) } < 0 {
                 return Err(io::Error::last_os_error());
@@ -194,7 +200,10 @@ impl Server {
         let events = || Ok::<_, io::Error>((Event::new()?, Event::new()?));
         let (kick, call) = events().map_err(host("eventfds"))?;
         let journal = journal.try_clone().map_err(host("journal"))?;
-        let given = Given { vhost: their_vhost.into(), control: their_control.into(), journal };
+        let (lent, their_lent) = Lent::pair().map_err(host("sockets"))?;
+        let (vhost_end, control_end) = (their_vhost.into(), their_control.into());
+        let given =
+            Given { vhost: vhost_end, control: control_end, journal, lent: their_lent.into() };
         let child = spawn_alone(config, &given);
         drop(given);
         let child =
@@ -204,8 +213,9 @@ impl Server {
         let control = Control::new(control).map_err(host("sockets"))?;
         let frontend = Frontend::from_stream(vhost, 2);
         let tag = config.tag.clone();
+        let by_index = false;
         let mut this =
-            Self { frontend, socket, watchdog, control, child, tag, kick, call, by_index: false };
+            Self { frontend, socket, watchdog, control, child, tag, kick, call, by_index, lent };
         match this.in_time("starting", |this| this.greet(shadow)) {
             Ok(()) => Ok(this),
             // It may have said why, before it ended.

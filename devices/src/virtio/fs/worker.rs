@@ -4,7 +4,7 @@ use std::io;
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
-use super::message::{Head, OUT_HEADER, destroy, error};
+use super::message::{Data, Head, OUT_HEADER, destroy, error};
 use super::shadow::{MAX_REPLY, MAX_REQUEST};
 use super::{Counters, Serving, Session};
 use crate::executor::{Flow, Handler, Interest, Sources};
@@ -18,6 +18,9 @@ use crate::virtio::{Chain, Notifier};
 /// Messages taken from a queue before other devices get their turn.
 const BUDGET: usize = 64;
 
+/// Bytes that are moved at once before other devices get their turn.
+const BYTES: u64 = 8 << 20;
+
 /// How long a server that has hung up is waited for, so that it can be told how it has ended.
 const MOMENT: Duration = Duration::from_millis(20);
 
@@ -29,6 +32,8 @@ const PEER: Token = Token(u32::MAX - 1);
 const RESTARTED: Token = Token(u32::MAX - 2);
 /// The host allows or forbids the share.
 const PERMIT: Token = Token(u32::MAX - 4);
+/// The server has lent files.
+const LENT: Token = Token(u32::MAX - 5);
 /// The rate limit lets something through again.
 const TIMER: Token = Token(u32::MAX - 3);
 
@@ -57,6 +62,9 @@ impl Session {
     pub(super) fn forget_guest(&mut self) {
         for owner in self.shadow.owners_mut() {
             owner.place = None;
+        }
+        if let Serving::Live(server) = &mut self.serving {
+            server.lent.clear();
         }
         let owner = Owner { head: Head::default(), since: Instant::now(), place: None };
         // Without room for that, the next mount makes it forget.
@@ -109,7 +117,11 @@ impl Worker {
         if let Serving::Restarting(_) = self.session.serving {
             return Ok(sent);
         }
+        let mut moved = 0;
         for _ in 0..BUDGET {
+            if moved > BYTES {
+                break;
+            }
             if index > 0 && self.is_throttled()? {
                 return Ok(sent);
             }
@@ -123,16 +135,15 @@ impl Worker {
             };
             let (request, room) = (chain.readable_len(), chain.writable_len().min(MAX_REPLY));
             let head = Head::read(&self.memory, &chain);
-            let answer = match (self.session.server(), head) {
-                (_, None) => Some(Vec::new()),
-                (_, Some(head)) if !head.is_silent() && room < OUT_HEADER => Some(Vec::new()),
-                (_, Some(head)) if request > MAX_REQUEST => refusal(head, libc::E2BIG),
-                (None, Some(head)) => refusal(head, self.session.reason()),
-                (Some(_), Some(_)) => None,
-            };
+            let answer = self.refuse(head, request, room);
             if let Some(answer) = answer {
                 self.counters.failures.one();
                 self.complete(index, &chain, &answer)?;
+                continue;
+            }
+            if let Some(len) = head.and_then(|head| self.answer_at_once(head, &chain)) {
+                self.complete_at_once(index, &chain, len)?;
+                moved += request + room;
                 continue;
             }
             if !self.session.shadow.fits(request, room) {
@@ -161,6 +172,56 @@ impl Worker {
             queue.kick().signal();
         }
         Ok(sent)
+    }
+
+    /// The error that a message is answered with whose server cannot answer it.
+    fn refuse(&self, head: Option<Head>, request: u64, room: u64) -> Option<Vec<u8>> {
+        match (self.session.server(), head) {
+            (_, None) => Some(Vec::new()),
+            (_, Some(head)) if !head.is_silent() && room < OUT_HEADER => Some(Vec::new()),
+            (_, Some(head)) if request > MAX_REQUEST => refusal(head, libc::E2BIG),
+            (None, Some(head)) => refusal(head, self.session.reason()),
+            (Some(_), Some(_)) => None,
+        }
+    }
+
+    /// Answers what takes neither the server nor waiting; the length of the answer.
+    fn answer_at_once(&mut self, head: Head, chain: &Chain) -> Option<u32> {
+        let Serving::Live(server) = &mut self.session.serving else { return None };
+        if head.is_data() {
+            let data = Data::read(&self.memory, chain);
+            let answer = data.and_then(|data| server.lent.answer(&self.memory, chain, &data));
+            if answer.is_none() {
+                server.lent.passed_on();
+            }
+            return answer;
+        }
+        if head.ends_all() {
+            server.lent.clear();
+        } else if let Some(handle) = head.closes(&self.memory, chain) {
+            server.lent.give_back((head.node, handle));
+        }
+        None
+    }
+
+    fn complete_at_once(
+        &mut self,
+        index: usize,
+        chain: &Chain,
+        len: u32,
+    ) -> Result<(), QueueFault> {
+        let request = chain.readable_len();
+        self.counters.requests.one();
+        self.counters.direct.one();
+        self.counters.written_bytes.add(request);
+        self.counters.read_bytes.add(u64::from(len));
+        if let Some(throttle) = &mut self.session.throttle {
+            throttle.charge(request + chain.writable_len().min(MAX_REPLY));
+        }
+        match self.queues.get_mut(index) {
+            Some(queue) => queue.complete(chain, len),
+            None => Ok(()),
+        }
     }
 
     /// Whether requests have to wait. Forgets never do: they make room.
@@ -316,15 +377,18 @@ impl Worker {
         match &self.session.serving {
             Serving::Live(server) => {
                 sources.add_signal(CALL, &server.call)?;
+                sources.add(LENT, &server.lent, Interest::Read)?;
                 sources.add(PEER, server, Interest::Hangup)
             }
             Serving::Restarting(restart) => {
                 sources.remove(CALL);
+                sources.remove(LENT);
                 sources.remove(PEER);
                 sources.add(RESTARTED, &restart.done, Interest::Read)
             }
             Serving::Forbidden | Serving::Gone => {
                 sources.remove(CALL);
+                sources.remove(LENT);
                 sources.remove(PEER);
                 Ok(())
             }
@@ -341,6 +405,12 @@ impl Worker {
             CALL => self.reap(),
             RESTARTED => {
                 self.take_up();
+                Ok(())
+            }
+            LENT => {
+                if let Serving::Live(server) = &mut self.session.serving {
+                    server.lent.take_in();
+                }
                 Ok(())
             }
             PERMIT => self.heed(),

@@ -12,11 +12,11 @@ use serde::Serialize;
 use super::config::MacAddress;
 use super::feature;
 use super::tap::{HEADER_LEN, Moved, Offloads, Tap};
-use super::vectors::Gather;
 use crate::event::Event;
 use crate::metrics::LOGGED_FAULTS;
 use crate::rate_limiter::{RateLimit, RateLimiter};
 use crate::virtio::Notifier;
+use crate::virtio::vectors::Gather;
 use crate::virtio::vhost::user::Switch;
 
 /// Bits of the status field (virtio 1.3, section 5.1.4).

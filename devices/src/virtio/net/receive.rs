@@ -11,9 +11,9 @@ use super::buffers::{Buffers, Filled};
 use super::handle::{Shared, add, count};
 use super::header::{self, ETHERNET_LEN, Header, MAX_FRAME};
 use super::tap::{HEADER_LEN, Moved, Tap};
-use super::vectors::{MAX_VECTORS, Scatter};
 use crate::memory::Memory;
 use crate::virtio::queue::{ActiveQueue, QueueFault};
+use crate::virtio::vectors::{MAX_VECTORS, Scatter};
 
 /// Room for the largest frame there is.
 const LARGE: usize = HEADER_LEN + MAX_FRAME;

@@ -11,7 +11,7 @@ use std::fmt;
 use std::io;
 use std::os::fd::{AsFd, AsRawFd, BorrowedFd, OwnedFd};
 
-use super::vectors::{Gather, Scatter};
+use crate::virtio::vectors::{Gather, Scatter};
 
 /// Bytes of the header before each frame: that of virtio 1.x, whatever was negotiated.
 pub const HEADER_LEN: usize = 12;

@@ -5,10 +5,10 @@ use std::io::Read;
 use super::handle::{Shared, add, count};
 use super::header::{self, FrameFault};
 use super::tap::{HEADER_LEN, Moved, Tap};
-use super::vectors::Gather;
 use crate::memory::Memory;
 use crate::virtio::Chain;
 use crate::virtio::queue::{ActiveQueue, QueueFault};
+use crate::virtio::vectors::Gather;
 
 /// What became of an attempt to send a frame.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]

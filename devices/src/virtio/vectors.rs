@@ -4,8 +4,8 @@ use std::marker::PhantomData;
 
 use vm_memory::bitmap::Bitmap;
 
+use super::Segment;
 use crate::memory::{GuestMemoryBackend, Memory, MemorySlice};
-use crate::virtio::Segment;
 
 /// Pieces of one call at most (`IOV_MAX` of Linux).
 pub const MAX_VECTORS: usize = 1024;
