@@ -45,7 +45,7 @@ fn opened(path: &Path, flags: i32) -> (Guest<Driven>, u64, u64) {
 }
 
 #[test]
-fn l1_what_is_read_again_and_again_is_read_without_the_server() {
+fn y1_what_is_read_again_and_again_is_read_without_the_server() {
     let share = tempdir().unwrap();
     let (mut guest, node, handle) = opened(share.path(), READ);
     guest.read(node, handle, 0, 10).unwrap();
@@ -70,7 +70,7 @@ fn l1_what_is_read_again_and_again_is_read_without_the_server() {
 }
 
 #[test]
-fn l2_what_is_not_in_memory_comes_from_the_server() {
+fn y2_what_is_not_in_memory_comes_from_the_server() {
     let share = tempdir().unwrap();
     let (mut guest, node, handle) = opened(share.path(), READ);
     warm(&mut guest, node, handle);
@@ -88,7 +88,7 @@ fn l2_what_is_not_in_memory_comes_from_the_server() {
 }
 
 #[test]
-fn l3_what_is_written_is_in_the_file_whoever_writes_it() {
+fn y3_what_is_written_is_in_the_file_whoever_writes_it() {
     let share = tempdir().unwrap();
     let (mut guest, node, handle) = opened(share.path(), BOTH);
     warm(&mut guest, node, handle);
@@ -109,7 +109,7 @@ fn l3_what_is_written_is_in_the_file_whoever_writes_it() {
 }
 
 #[test]
-fn l4_a_handle_that_is_closed_leads_nowhere() {
+fn y4_a_handle_that_is_closed_leads_nowhere() {
     let share = tempdir().unwrap();
     let (mut guest, node, handle) = opened(share.path(), READ);
     warm(&mut guest, node, handle);
@@ -137,7 +137,7 @@ fn held_open(paths: &[&Path]) -> usize {
 }
 
 #[test]
-fn l5_closed_at_once_it_is_not_kept() {
+fn y5_closed_at_once_it_is_not_kept() {
     let share = tempdir().unwrap();
     let (mut guest, node, handle) = opened(share.path(), READ);
     guest.release(node, handle).unwrap();
@@ -152,7 +152,7 @@ fn l5_closed_at_once_it_is_not_kept() {
 }
 
 #[test]
-fn l6_a_mount_and_a_restore_begin_with_nothing() {
+fn y6_a_mount_and_a_restore_begin_with_nothing() {
     let share = tempdir().unwrap();
     let (mut guest, node, handle) = opened(share.path(), READ);
     warm(&mut guest, node, handle);
@@ -167,7 +167,7 @@ fn l6_a_mount_and_a_restore_begin_with_nothing() {
 }
 
 #[test]
-fn l7_many_files_are_lent_and_few_are_kept() {
+fn y7_many_files_are_lent_and_few_are_kept() {
     let share = tempdir().unwrap();
     let mut guest = mounted(config(share.path()));
     let mut open = Vec::new();
@@ -188,7 +188,7 @@ fn l7_many_files_are_lent_and_few_are_kept() {
 }
 
 #[test]
-fn l8_nothing_is_written_to_what_may_only_be_read() {
+fn y8_nothing_is_written_to_what_may_only_be_read() {
     let share = tempdir().unwrap();
     let (mut guest, node, handle) = opened(share.path(), READ);
     warm(&mut guest, node, handle);
