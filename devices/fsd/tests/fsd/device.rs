@@ -83,6 +83,13 @@ impl Driven {
         if room > 0 { vec![sent, back] } else { vec![sent] }
     }
 
+    /// Asks by the queue for what must not wait.
+    pub fn ask_urgently(&mut self, request: &[u8], room: usize) -> Vec<u8> {
+        let buffers = self.buffers(request, room);
+        let len = self.driver.exchange(HIGH_PRIORITY, &buffers);
+        self.reply(len)
+    }
+
     /// What is in the place for answers.
     pub fn reply(&self, len: u32) -> Vec<u8> {
         self.driver.bytes(self.reply, len as usize)

@@ -122,9 +122,6 @@ impl Worker {
             if moved > BYTES {
                 break;
             }
-            if index > 0 && self.is_throttled()? {
-                return Ok(sent);
-            }
             let Some(queue) = self.queues.get_mut(index) else { return Ok(sent) };
             let Some(chain) = queue.pop()? else {
                 queue.notify()?;
@@ -135,6 +132,11 @@ impl Worker {
             };
             let (request, room) = (chain.readable_len(), chain.writable_len().min(MAX_REPLY));
             let head = Head::read(&self.memory, &chain);
+            let pays = head.is_none_or(|head| !head.is_silent());
+            if pays && self.is_throttled() {
+                self.put_back(index)?;
+                return Ok(sent);
+            }
             let answer = self.refuse(head, request, room);
             if let Some(answer) = answer {
                 self.counters.failures.one();
@@ -148,10 +150,7 @@ impl Worker {
             }
             if !self.session.shadow.fits(request, room) {
                 // Tried again with the next answer.
-                if let Some(queue) = self.queues.get_mut(index) {
-                    queue.undo_pop();
-                    queue.notify()?;
-                }
+                self.put_back(index)?;
                 return Ok(sent);
             }
             let head = head.unwrap_or_default();
@@ -162,7 +161,7 @@ impl Worker {
                 return Ok(sent);
             }
             self.counters.written_bytes.add(request);
-            if let (Some(throttle), true) = (&mut self.session.throttle, index > 0) {
+            if let (Some(throttle), true) = (&mut self.session.throttle, pays) {
                 throttle.charge(request + room);
             }
             sent = true;
@@ -224,16 +223,22 @@ impl Worker {
         }
     }
 
-    /// Whether requests have to wait. Forgets never do: they make room.
-    fn is_throttled(&mut self) -> Result<bool, QueueFault> {
-        let Some(throttle) = &mut self.session.throttle else { return Ok(false) };
+    /// Whether requests have to wait. Forgets never do, whichever queue they come by: they make room.
+    fn is_throttled(&mut self) -> bool {
+        let Some(throttle) = &mut self.session.throttle else { return false };
         let admission = throttle.admit(Instant::now());
         if admission == Admission::Closed {
             self.counters.throttled.one();
-            // What was answered so far is not held back.
-            self.queues.iter_mut().try_for_each(ActiveQueue::notify)?;
         }
-        Ok(admission != Admission::Now)
+        admission != Admission::Now
+    }
+
+    /// Leaves the message that was taken last for later. What was answered so far is not held back.
+    fn put_back(&mut self, index: usize) -> Result<(), QueueFault> {
+        if let Some(queue) = self.queues.get_mut(index) {
+            queue.undo_pop();
+        }
+        self.queues.iter_mut().try_for_each(ActiveQueue::notify)
     }
 
     /// Gives a chain back with an answer of ours.

@@ -164,6 +164,13 @@ fn a_rate_limit_holds_requests_back_and_loses_none() {
     // The bucket holds 50, and one of them was the mount's.
     assert!(started.elapsed() >= Duration::from_millis(180), "{:?}", started.elapsed());
     assert!(metric(&*meter, "fs_throttled_total") >= 2);
+    // The other queue is for forgets, and no way around it.
+    let started = Instant::now();
+    for _ in 0..150 {
+        let message = guest.message(3, ROOT, &[0; 16]);
+        assert!(guest.server.ask_urgently(&message, 120).len() > 16);
+    }
+    assert!(started.elapsed() >= Duration::from_millis(180), "{:?}", started.elapsed());
     let mut guest = moved(guest, FsConfig { rate, ..config(share.path()) }).unwrap();
     assert!(guest.getattr(ROOT).is_ok());
 }
