@@ -27,6 +27,8 @@ mod leaks;
 mod network;
 #[path = "shim/sleep.rs"]
 mod sleep;
+#[path = "shim/upgrade.rs"]
+mod upgrade;
 
 fn main() -> ExitCode {
     let modules = [
@@ -40,6 +42,7 @@ fn main() -> ExitCode {
         network::trials(),
         faults::trials(),
         leaks::trials(),
+        upgrade::trials(),
     ];
     harness::lab::run_here_or_in_lab(modules.into_iter().flatten().collect())
 }

@@ -22,6 +22,14 @@ const PATIENCE: Duration = Duration::from_secs(180);
 pub struct Containerd {
     folder: TempDir,
     daemon: Child,
+    /// A folder with other programs than those of this machine.
+    programs: Option<PathBuf>,
+}
+
+/// The folder with another containerd, its `ctr` and its shim for runc, as `tests/harness/go-tool
+/// containerd` builds them, if one was given.
+pub fn other() -> Option<PathBuf> {
+    std::env::var_os("CUBE_CONTAINERD").map(PathBuf::from)
 }
 
 /// Whom a containerd serves.
@@ -100,8 +108,8 @@ impl Containerd {
         let shim = folder.path().join("bin/containerd-shim-cube-v2");
         std::os::unix::fs::symlink(Artifact::Shim.arg(), shim).unwrap();
         write_settings(folder.path(), serves);
-        let daemon = start(folder.path());
-        let this = Self { folder, daemon };
+        let daemon = start(folder.path(), None);
+        let this = Self { folder, daemon, programs: None };
         this.serves();
         let archive = oci_image::archive(&this.made("image"));
         this.ctr(["-n", namespace, "images", "import", &text(&archive)]).output(0);
@@ -125,7 +133,10 @@ impl Containerd {
 
     /// The command line of a call of `ctr`.
     pub fn command<'a>(&self, words: impl IntoIterator<Item = &'a str>) -> Command {
-        let mut command = Command::new("ctr");
+        let mut command = match &self.programs {
+            Some(programs) => Command::new(programs.join("ctr")),
+            None => Command::new("ctr"),
+        };
         command.arg("--address").arg(self.socket()).args(words);
         command
     }
@@ -189,8 +200,14 @@ impl Containerd {
 
     /// Starts it again.
     pub fn start_daemon(&mut self) {
-        self.daemon = start(self.folder.path());
+        self.daemon = start(self.folder.path(), self.programs.as_deref());
         self.serves();
+    }
+
+    /// Starts another one in its place, of the programs in that folder.
+    pub fn start_other(&mut self, programs: PathBuf) {
+        self.programs = Some(programs);
+        self.start_daemon();
     }
 
     /// Its socket.
@@ -312,10 +329,14 @@ fn write_settings(folder: &Path, serves: Serves) {
     fs::write(folder.join("cube.toml"), cube).unwrap();
 }
 
-fn start(folder: &Path) -> Child {
+fn start(folder: &Path, programs: Option<&Path>) -> Child {
     let log = File::options().create(true).append(true).open(folder.join("log")).unwrap();
-    let path = std::env::var("PATH").unwrap_or_default();
-    let mut command = Command::new("containerd");
+    let mut path = std::env::var("PATH").unwrap_or_default();
+    if let Some(programs) = programs {
+        path = format!("{}:{path}", programs.display());
+    }
+    let program = programs.map_or_else(|| "containerd".into(), |folder| folder.join("containerd"));
+    let mut command = Command::new(program);
     command
         .arg("--config")
         .arg(folder.join("containerd.toml"))
