@@ -16,6 +16,7 @@ use crate::error::{Error, Result, io};
 use crate::place::Place;
 use crate::record::{self, Exit, Identity};
 use crate::start::{sandbox_of, socket};
+use crate::strays::Of;
 use crate::vmm::kill;
 
 /// What is told of a container that nobody has seen the end of: killed, as it was.
@@ -47,10 +48,13 @@ pub fn delete(flags: &Flags) -> Result<()> {
     };
     let socket = socket(&start, &sandbox);
     let place = Place::of(&socket);
+    let (namespace, address) = (start.namespace.as_str(), start.address.as_str());
     // A container that is gone takes nobody else of its pod along.
     if sandbox == flags.id || !shim_lives(&place) {
+        end(&Of { namespace, address, ids: &[&flags.id, &sandbox] }.find());
         end_sandbox(&place, &socket)?;
     } else {
+        end(&Of { namespace, address, ids: &[&flags.id] }.find());
         place.clear_container(&flags.id)?;
     }
     answer(&bundle)
@@ -71,16 +75,22 @@ fn end_sandbox(place: &Place, socket: &Path) -> Result<()> {
 /// stopped ends by itself.
 pub fn end_processes(place: &Place) {
     if let Some(record) = record::read::<record::Sandbox>(&place.file(record::SANDBOX)) {
-        let deadline = Instant::now() + GONE;
         let all: Vec<Identity> = record.vmm.into_iter().chain([record.shim]).collect();
         all.iter().for_each(kill);
         if let Some(Err(error)) = record.group.map(|group| group.end()) {
             // Goes into containerd's log, as a warning.
             eprintln!("a control group is left: {error}");
         }
-        while all.iter().any(Identity::lives) && Instant::now() < deadline {
-            std::thread::sleep(Duration::from_millis(5));
-        }
+        end(&all);
+    }
+}
+
+/// Kills processes, and waits until they are gone.
+fn end(all: &[Identity]) {
+    let deadline = Instant::now() + GONE;
+    all.iter().for_each(kill);
+    while all.iter().any(Identity::lives) && Instant::now() < deadline {
+        std::thread::sleep(Duration::from_millis(5));
     }
 }
 

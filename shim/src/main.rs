@@ -47,6 +47,7 @@ mod spec;
 mod start;
 mod stats;
 mod stdio;
+mod strays;
 mod streams;
 mod task;
 mod vm;

@@ -8,8 +8,10 @@ use std::os::unix::net::{UnixListener, UnixStream};
 use std::os::unix::process::CommandExt;
 use std::path::{Path, PathBuf};
 use std::process::{Command, Stdio};
+use std::time::{Duration, Instant};
 
 use containerd_shim::Flags;
+use nix::errno::Errno;
 use nix::fcntl::{Flock, FlockArg};
 
 use crate::bootstrap::{self, Start};
@@ -22,6 +24,8 @@ pub const LISTENER: i32 = 3;
 const ADDRESS: &str = "address";
 /// In the bundle: what a shim says before it has a log.
 const ERRORS: &str = "shim.stderr";
+/// How long other starts are waited for, each of which takes moments.
+const PATIENCE: Duration = Duration::from_secs(20);
 
 /// Where the shim of a sandbox listens: the name is the same for all containers of a sandbox.
 pub fn socket(start: &Start, sandbox: &str) -> PathBuf {
@@ -73,10 +77,36 @@ pub fn start(flags: &Flags) -> Result<()> {
 
 fn lock() -> Result<Flock<File>> {
     fs::create_dir_all(place::ROOT).map_err(io(format!("make {}", place::ROOT)))?;
-    let path = Path::new(place::ROOT).join("lock");
-    let file = File::create(&path).map_err(io(format!("make {}", path.display())))?;
-    Flock::lock(file, FlockArg::LockExclusive)
-        .map_err(|(_, errno)| io(format!("lock {}", path.display()))(errno))
+    lock_in_time(&Path::new(place::ROOT).join("lock"), PATIENCE)
+}
+
+/// Locks a file, which says who has locked it. One who is stopped meanwhile must not stop all others.
+fn lock_in_time(path: &Path, patience: Duration) -> Result<Flock<File>> {
+    let failed = |what: &str| format!("{what} {}", path.display());
+    let options = File::options().read(true).write(true).create(true).truncate(false).open(path);
+    let mut file = options.map_err(io(failed("make")))?;
+    let deadline = Instant::now() + patience;
+    loop {
+        match Flock::lock(file, FlockArg::LockExclusiveNonblock) {
+            Ok(mut lock) => {
+                let said = lock.set_len(0).and_then(|()| writeln!(lock, "{}", std::process::id()));
+                said.map_err(io(failed("write")))?;
+                return Ok(lock);
+            }
+            Err((back, Errno::EWOULDBLOCK)) if Instant::now() < deadline => file = back,
+            Err((_, Errno::EWOULDBLOCK)) => {
+                let holder = fs::read_to_string(path).unwrap_or_default();
+                return Err(Error::Unavailable(format!(
+                    "process {} has held {} for {} s; if it is stopped, kill it",
+                    holder.trim(),
+                    path.display(),
+                    patience.as_secs()
+                )));
+            }
+            Err((_, errno)) => return Err(io(failed("lock"))(errno)),
+        }
+        std::thread::sleep(Duration::from_millis(5));
+    }
 }
 
 fn listen(socket: &Path) -> Result<UnixListener> {
@@ -151,6 +181,19 @@ mod tests {
         let elsewhere = Start { socket_dir: Some("/run/x".to_owned()), ..told() };
         assert_eq!(socket(&elsewhere, "web"), Path::new("/run/x").join(here.file_name().unwrap()));
         assert_ne!(socket(&told(), "other"), here);
+    }
+
+    #[test]
+    fn who_holds_the_lock_for_too_long_is_named() {
+        let dir = tempfile::tempdir().unwrap();
+        let path = dir.path().join("lock");
+        fs::write(&path, "4194303 of before").unwrap();
+        let lock = lock_in_time(&path, PATIENCE).unwrap();
+        let refused = lock_in_time(&path, Duration::from_millis(20)).unwrap_err().to_string();
+        let us = format!("process {} has held {}", std::process::id(), path.display());
+        assert!(refused.starts_with(&us), "{refused}");
+        drop(lock);
+        lock_in_time(&path, PATIENCE).unwrap();
     }
 
     #[test]
