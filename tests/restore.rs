@@ -3,6 +3,9 @@
 
 #![allow(clippy::unwrap_used, clippy::panic, missing_docs, reason = "tests fail by panics")]
 
+#[path = "restore/given_back.rs"]
+mod given_back;
+
 use std::fs::{self, File};
 use std::io::{IoSliceMut, Write};
 use std::os::fd::{AsRawFd, FromRawFd, OwnedFd, RawFd};

@@ -17,5 +17,7 @@ mod disks;
 mod failures;
 #[path = "saving/guest.rs"]
 mod guest;
+#[path = "saving/hot.rs"]
+mod hot;
 #[path = "saving/swapped.rs"]
 mod swapped;

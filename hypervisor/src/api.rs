@@ -24,6 +24,8 @@ use crate::metrics::Family;
 use crate::shares::ShareInfo;
 use crate::snapshot::folder::Durability;
 use crate::snapshot::manifest::SavedDisk;
+use crate::snapshot::prefetch::PrefetchInfo;
+use crate::snapshot::record::HotReport;
 use crate::state::VmState;
 
 /// Longest request line in bytes.
@@ -61,6 +63,14 @@ pub enum Request {
     /// paused. Answer: [`Reply::Saved`] when the folder is complete. If it fails, nothing is left of
     /// it, and the VM goes on if it ran.
     Snapshot(SnapshotRequest),
+    /// Writes which pages of memory have been touched since the VM was restored, for copies to have them
+    /// sooner. Legal while running or paused, of a VM that was restored. Answer: [`Reply::HotPages`]
+    /// when the file is on the disk.
+    RecordHotPages {
+        /// The file, an absolute path. Not given: `hot-pages` in the folder of the snapshot.
+        #[serde(default)]
+        file: Option<PathBuf>,
+    },
     /// Asks the guest for memory: sets the size that its balloon shall grow or shrink to. Legal
     /// while running, on a VM with a balloon. Answer: [`Reply::Done`] when the guest has been
     /// asked; [`Info::balloon`] tells how far it is.
@@ -230,6 +240,8 @@ pub enum Reply {
     },
     /// To [`Request::Snapshot`].
     Saved(Box<SnapshotReport>),
+    /// To [`Request::RecordHotPages`].
+    HotPages(HotReport),
     /// Refused, or failed.
     Error {
         /// For programs.
@@ -275,6 +287,9 @@ pub struct Info {
     /// Its network cards, and who moves the frames of each.
     #[serde(default)]
     pub net: Vec<CardInfo>,
+    /// How far the prefetch of hot pages is, if there is one.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub prefetch: Option<PrefetchInfo>,
     /// What the VM was made from, with what has been plugged since.
     pub config: VmConfig,
 }

@@ -8,6 +8,7 @@
 
 use std::fs::File;
 use std::io;
+use std::path::PathBuf;
 use std::sync::Arc;
 use std::sync::mpsc::{Receiver, sync_channel};
 
@@ -43,6 +44,8 @@ use crate::memory::{MemoryError, Sharing};
 use crate::snapshot::load::Saved;
 use crate::snapshot::machine::MachineState;
 use crate::snapshot::paging::{self, Loaded, Lost, MemoryMode, PagingError};
+use crate::snapshot::prefetch::{Plan, Prefetch};
+use crate::snapshot::record::Origin;
 use crate::snapshot::restore::{ApplyError, KernelState, Records};
 use crate::snapshot::tracking::Tracking;
 use crate::state::VmState;
@@ -215,8 +218,12 @@ pub fn build(config: &VmConfig, observers: &Observers) -> Result<Vm, BuildError>
 pub struct Restoration {
     /// The snapshot.
     pub saved: Saved,
+    /// Its folder, as an absolute path.
+    pub dir: PathBuf,
     /// How its memory comes in.
     pub mode: MemoryMode,
+    /// What of it is brought in sooner.
+    pub prefetch: Option<Plan>,
     /// Called when it does not any more.
     pub lost: Lost,
 }
@@ -257,13 +264,13 @@ fn build_from(
             .map_err(|source| BuildError::Host { what: "thread", source })?;
         let bytes = config.memory.bytes();
         let sharing = if config.shares_memory() { Sharing::Shared } else { Sharing::Private };
-        let (Loaded { memory, pager }, tracking) = match image {
-            Some(Image { mode, file, lost, tracking }) => {
-                (paging::load(&mode, bytes, file, lost)?, tracking)
+        let (Loaded { memory, pager, prefetch }, tracking, origin) = match image {
+            Some(Image { mode, file, plan, lost, tracking, origin }) => {
+                (paging::load(&mode, bytes, file, plan, lost)?, tracking, Some(origin))
             }
             None => {
                 let memory = memory::mapped(bytes, sharing)?;
-                (Loaded { memory, pager: None }, Tracking::default())
+                (Loaded { memory, pager: None, prefetch: None }, Tracking::default(), None)
             }
         };
         ladder.mark(step::MEMORY_MAPPED);
@@ -280,7 +287,9 @@ fn build_from(
         // It says more than what KVM has refused therefore.
         checked?;
         let mut vm = parts.join(config, (in_kernel?, &cpuid), observers, &memory)?;
-        (vm.pager, vm.tracking) = (pager, tracking);
+        (vm.pager, vm.tracking, vm.origin) = (pager, tracking, origin);
+        vm.meters.extend(prefetch.as_ref().map(Prefetch::meter));
+        vm.prefetch = prefetch;
         if let Some(state) = kernel_state {
             vm.restored(state)?;
         }
@@ -292,15 +301,18 @@ fn build_from(
 struct Image {
     mode: MemoryMode,
     file: File,
+    plan: Option<Plan>,
     lost: Lost,
     tracking: Tracking,
+    origin: Origin,
 }
 
 impl Restoration {
     fn divide(self) -> (MachineState, Image) {
-        let Self { saved, mode, lost } = self;
+        let Self { saved, dir, mode, prefetch: plan, lost } = self;
+        let origin = Origin::new(dir, saved.manifest.id.clone(), &mode, plan.is_some());
         let tracking = Tracking::restored_from(saved.manifest.id);
-        (saved.state, Image { mode, file: saved.memory, lost, tracking })
+        (saved.state, Image { mode, file: saved.memory, plan, lost, tracking, origin })
     }
 }
 
@@ -447,6 +459,8 @@ impl<'a> Parts<'a> {
             balloon: self.balloon,
             _pmem: self.pmem,
             pager: None,
+            prefetch: None,
+            origin: None,
             state: VmState::Created,
             tracking: Tracking::default(),
         })

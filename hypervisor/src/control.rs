@@ -10,8 +10,8 @@ use guest_protocol::{Client, Hello, PowerOff};
 
 use crate::agent::{self, Guest};
 use crate::api::{
-    BalloonInfo, ErrorKind, Info, MetricsFormat, Reply, Request, SnapshotReport, SnapshotRequest,
-    StopHow,
+    BalloonInfo, ErrorKind, Info, MemoryMethod, MetricsFormat, Reply, Request, SnapshotReport,
+    SnapshotRequest, StopHow,
 };
 use crate::cold_code;
 use crate::command::guest_command::with_causes;
@@ -19,6 +19,7 @@ use crate::event::{Call, Event, Events};
 use crate::identity::Identity;
 use crate::metrics;
 use crate::outcome::Outcome;
+use crate::snapshot::record;
 use crate::snapshot::save::{Job, SnapshotError};
 use crate::state;
 use crate::vcpu::VcpuError;
@@ -99,6 +100,12 @@ impl Control {
     fn snapshot(&mut self, request: &SnapshotRequest) -> Result<SnapshotReport, SnapshotError> {
         self.vm.collect_ejected();
         let mut job = Job::prepare(&self.vm, request)?;
+        // Memory is read from here on, which the guest shall not stand still for longer than it must.
+        self.vm.cancel_prefetch();
+        let origin = self.vm.origin.clone();
+        if let Some(origin) = &mut self.vm.origin {
+            origin.read_for_a_snapshot();
+        }
         let runs = self.vm.state() == state::VmState::Running;
         if runs {
             job.copy_ahead(&mut self.vm, request)?;
@@ -125,7 +132,13 @@ impl Control {
         let goes_on = runs && !request.keep_paused;
         let finished = frozen.finish(goes_on.then(|| stopped.elapsed()));
         match &finished {
-            Ok(report) => self.vm.saved(&report.id),
+            Ok(report) => {
+                self.vm.saved(&report.id);
+                if matches!(report.memory, MemoryMethod::Log | MemoryMethod::Mapping) {
+                    // Only pages that were there.
+                    self.vm.origin = origin;
+                }
+            }
             // It ran, and a snapshot that failed changes nothing.
             Err(_) if runs && !goes_on => self.vm.resume()?,
             Err(_) => {}
@@ -228,6 +241,10 @@ impl Control {
                 let told = self.snapshot(&request).map(|report| Reply::Saved(Box::new(report)));
                 answer(&reply, told.unwrap_or_else(|failed| failure(&failed)));
             }
+            Request::RecordHotPages { file } => {
+                let told = record::record(&self.vm, file.as_deref()).map(Reply::HotPages);
+                answer(&reply, told.unwrap_or_else(|failed| failure(&failed)));
+            }
             Request::SetBalloon { bytes } => answer(&reply, self.set_balloon(bytes)),
             Request::NewGeneration {} => answer(&reply, done(self.vm.renew_generation())),
             Request::AddDisk { disk } => answer(&reply, done(self.vm.add_disk(&disk))),
@@ -268,6 +285,10 @@ impl Control {
                 error(ErrorKind::Invalid, &message)
             }
             Some(balloon) => {
+                // The host wants memory, and gets it sooner if nobody takes more.
+                if bytes > 0 {
+                    self.vm.cancel_prefetch();
+                }
                 balloon.set_target(bytes);
                 Reply::Done
             }
@@ -300,6 +321,7 @@ impl Control {
             devices: self.vm.devices(),
             disks: self.vm.disks(),
             net: self.vm.cards(),
+            prefetch: self.vm.prefetch(),
             config,
         }
     }

@@ -51,6 +51,9 @@ pub fn check(state: VmState, request: &Request) -> Result<(), Illegal> {
         Request::Pause {} => ("pause", state == VmState::Running),
         Request::Resume {} => ("resume", state == VmState::Paused),
         Request::Snapshot(_) => ("snapshot", matches!(state, VmState::Running | VmState::Paused)),
+        Request::RecordHotPages { .. } => {
+            ("record_hot_pages", matches!(state, VmState::Running | VmState::Paused))
+        }
         Request::SetBalloon { .. } => ("set_balloon", state == VmState::Running),
         Request::NewGeneration {} => {
             ("new_generation", matches!(state, VmState::Running | VmState::Paused))

@@ -93,6 +93,22 @@ impl Uffd {
         self.call(IOC_ZEROPAGE, &mut [page, len, 0, 0])
     }
 
+    /// As [`Uffd::fill`], up to a page that is there already; how many bytes, which are some.
+    pub fn fill_some(&self, page: u64, content: &[u8]) -> io::Result<usize> {
+        let mut copy = [page, content.as_ptr() as u64, content.len() as u64, 0, 0];
+        let done = self.call(IOC_COPY, &mut copy);
+        let [.., filled] = copy;
+        some(done, filled)
+    }
+
+    /// The same with zeros.
+    pub fn fill_zeros_some(&self, page: u64, len: usize) -> io::Result<usize> {
+        let mut zero = [page, len as u64, 0, 0];
+        let done = self.call(IOC_ZEROPAGE, &mut zero);
+        let [.., filled] = zero;
+        some(done, filled)
+    }
+
     /// Lets those who wait for a page look again.
     pub fn wake(&self, page: u64) -> io::Result<()> {
         self.call(IOC_WAKE, &mut [page, PAGE])
@@ -137,6 +153,17 @@ impl From<OwnedFd> for Uffd {
 impl AsFd for Uffd {
     fn as_fd(&self) -> BorrowedFd<'_> {
         self.0.as_fd()
+    }
+}
+
+/// What a call has done of what it should. To the kernel a part is a failure.
+fn some(done: io::Result<()>, filled: u64) -> io::Result<usize> {
+    // Negative if it is an error.
+    let filled = i64::from_ne_bytes(filled.to_ne_bytes());
+    match (done, usize::try_from(filled)) {
+        (_, Ok(filled)) if filled > 0 => Ok(filled),
+        (Err(error), _) => Err(error),
+        (Ok(()), _) => Err(io::ErrorKind::WouldBlock.into()),
     }
 }
 

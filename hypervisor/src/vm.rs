@@ -25,6 +25,8 @@ use crate::metrics::{Family, Gathering};
 use crate::pci_slots::PciSlots;
 use crate::shares::{AllowError, RunningShare, ShareInfo};
 use crate::snapshot::paging::Pager;
+use crate::snapshot::prefetch::{Prefetch, PrefetchInfo};
+use crate::snapshot::record::Origin;
 use crate::snapshot::save::{Frozen, Job, SnapshotError};
 use crate::snapshot::tracking::Tracking;
 use crate::state::VmState;
@@ -96,6 +98,10 @@ pub struct Vm {
     pub(crate) _pmem: Vec<PlacedPmem>,
     /// Brings guest memory in, until nobody needs it any more.
     pub(crate) pager: Option<Pager>,
+    /// Brings some of it in sooner.
+    pub(crate) prefetch: Option<Prefetch>,
+    /// What it was restored from.
+    pub(crate) origin: Option<Origin>,
     pub(crate) state: VmState,
     pub(crate) tracking: Tracking,
 }
@@ -186,8 +192,25 @@ impl Vm {
         }
         self.run_vcpus()?;
         self.state = VmState::Running;
+        // Not before: the guest's first instruction does not wait for it.
+        if let Some(prefetch) = &mut self.prefetch {
+            prefetch.start();
+        }
         self.connect_doorbells();
         Ok(())
+    }
+
+    /// How far the prefetch of hot pages is, if there is one.
+    pub fn prefetch(&self) -> Option<PrefetchInfo> {
+        self.prefetch.as_ref().map(|prefetch| prefetch.progress().info())
+    }
+
+    /// Nobody wants hot pages any more: what they would be good for is over, or memory is short. Any
+    /// time; waits for nobody.
+    pub fn cancel_prefetch(&self) {
+        if let Some(prefetch) = &self.prefetch {
+            prefetch.progress().cancel();
+        }
     }
 
     /// The devices, by name.
@@ -292,6 +315,7 @@ impl Vm {
 
     /// The guest has ended: nothing of it moves from here on.
     pub fn end(&mut self) {
+        self.cancel_prefetch();
         self.vcpus.clear();
         for (_, transport) in &self.transports {
             lock(transport).lifecycle().pause();

@@ -3,6 +3,7 @@
 pub mod background;
 pub mod client;
 pub mod guest_command;
+pub mod hot;
 pub mod options;
 pub mod overrides;
 pub mod restore;

@@ -7,6 +7,7 @@ use clap::{Args, ValueEnum};
 use devices::virtio::net::NetSource;
 
 use super::background::{Background, Role};
+use super::hot::PrefetchOptions;
 use super::overrides::{self, Overridden};
 use super::run::{check_writable, write_trace};
 use super::start::{beside, until_the_end};
@@ -58,6 +59,10 @@ pub struct RestoreOptions {
     /// With --memory-mode uffd: the socket of another process that brings memory in
     #[arg(long, value_name = "PATH")]
     pub uffd_socket: Option<PathBuf>,
+
+    /// Which of it is brought in sooner.
+    #[command(flatten)]
+    pub hot: PrefetchOptions,
 
     /// Give a device something else than it had: disk:ID=FILE, pmem:ID=FILE, net:ID=tap:NAME,
     /// net:ID=fd:N[:N…], fs:ID=path=DIR,policy=strict|tolerant|remap|copy (either part), vsock=PATH or
@@ -137,7 +142,14 @@ it two descriptors: the userfaultfd, and the file with the content. It answers \
 within 10 s, and serves faults as long as it keeps the connection. Ranges that the guest gives back
 are told as removed, and are zeros from then on. Without it the VM ends, with exit code 118.
 
+With --prefetch the pages that an earlier copy has touched come in while the guest runs already, in the
+order of their addresses, so that it need not wait for each; cube-vmm snapshot hot records them. It ends
+early when the VM ends, when it is saved, or when the host asks it for memory (cube-vmm balloon);
+cube-vmm info tells how far it is.
+
 Examples:
+  cube-vmm restore base --api-socket S --resume && cube-vmm snapshot hot --api-socket S
+  cube-vmm restore base --api-socket T --resume --prefetch --prefetch-limit 128M
   cube-vmm restore base --api-socket S --resume --override fs:fs0=path=/other,policy=remap
   cube-vmm restore base --api-socket S --resume --disk-dir /var/lib/vm/one
   cp --reflink=auto data.img two.img
@@ -222,6 +234,9 @@ fn hold(
         check_writable(path)?;
     }
     let mut saved = Saved::open(&options.dir)?;
+    let prefetch = options.hot.plan(&options.dir, &saved.manifest, &mode)?;
+    // The VM may be asked about it when its folder is gone.
+    let dir = std::path::absolute(&options.dir)?;
     let (mut config, changes) = overridden(options, &saved)?;
     let place = options.disk_dir.as_deref().map_or(DiskPlace::Unnamed, DiskPlace::Folder);
     // Open as long as the VM lives: some have no other name.
@@ -234,7 +249,8 @@ fn hold(
     let observers = Observers { ladder, stamp_entry: false, events: events.clone(), console };
     let sockets = [Some(&options.api_socket), config.vsock.as_ref()];
     let lost = lost(sockets.into_iter().flatten().cloned().collect());
-    let vm = builder::restore(&config, &observers, Restoration { saved, mode, lost })?;
+    let from = Restoration { saved, dir, mode, prefetch, lost };
+    let vm = builder::restore(&config, &observers, from)?;
     // For a guest that was saved before its agent has said it.
     let listening = HelloListener::new(vm.vsock())?;
     let mut control = Control::new(vm, events.clone(), receiver).restored(hello, identity);

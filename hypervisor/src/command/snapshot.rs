@@ -8,12 +8,14 @@ use clap::{Args, Subcommand, ValueEnum};
 use serde::Serialize;
 
 use super::client::print;
+use super::hot::{self, HotInfo, HotOptions};
 use crate::api::{MemoryMethod, Reply, Request, SnapshotReport, SnapshotRequest};
 use crate::api_socket::request;
 use crate::config::ShareConfig;
 use crate::shares::default_program;
 use crate::snapshot::disks::NO_COPY;
 use crate::snapshot::folder::Durability;
+use crate::snapshot::hot::HotSet;
 use crate::snapshot::inspect::{self, About, Listed};
 use crate::snapshot::manifest::SavedDisk;
 use crate::snapshot::merge;
@@ -35,6 +37,10 @@ From then on, or with --track, changes are tracked, which costs the guest an exi
 it writes to first after a snapshot. Without, both are compared, which takes longer. A VM can be made of it
 once it is merged.
 
+Hot pages are those that the guest of a restored VM has touched so far. snapshot hot writes which they are
+into the folder that it was restored from; restore --prefetch brings them in sooner from then on. They
+are of that one snapshot: neither a merge nor a new snapshot takes them over.
+
 Examples:
   cube-vmm snapshot --api-socket S base
   cube-vmm snapshot --api-socket S two --diff-of base
@@ -42,6 +48,7 @@ Examples:
   cube-vmm snapshot merge base two whole && cube-vmm restore whole --api-socket T --resume
   cube-vmm snapshot info base
   cube-vmm snapshot verify base
+  cube-vmm snapshot hot --api-socket T && cube-vmm restore base --api-socket U --resume --prefetch
   cube-vmm snapshot list /var/lib/snapshots";
 
 /// Options of `snapshot`.
@@ -144,6 +151,8 @@ pub enum Action {
         #[arg(long, value_enum, default_value_t = DurabilityOption::Fsync)]
         durability: DurabilityOption,
     },
+    /// Have a restored VM write which pages its guest has touched, for restore --prefetch
+    Hot(HotOptions),
     /// List the snapshots in a folder
     List {
         /// The folder
@@ -161,9 +170,13 @@ pub fn snapshot(options: &SnapshotOptions) -> anyhow::Result<u8> {
             let about = inspect::about(dir)?;
             let program = fsd.clone().unwrap_or_else(default_program);
             let shares = shares(dir, &about.manifest, &program)?;
+            let hot = HotSet::in_folder(dir, &about.manifest);
             print(&match json {
-                true => as_json(&Info { about, shares })?,
-                false => describe(&about) + &shares.iter().map(describe_share).collect::<String>(),
+                true => as_json(&Info { about, shares, hot: HotInfo::of(hot) })?,
+                false => {
+                    let shares = shares.iter().map(describe_share);
+                    describe(&about) + &hot::describe(hot) + &shares.collect::<String>()
+                }
             })
         }
         Some(Action::Verify { dir }) => {
@@ -174,6 +187,7 @@ pub fn snapshot(options: &SnapshotOptions) -> anyhow::Result<u8> {
             merge::merge(base, differences, out, (*durability).into())?;
             Ok(0)
         }
+        Some(Action::Hot(options)) => hot::hot(options),
         Some(Action::List { folder, json }) => {
             let listed = inspect::list(folder)?;
             print(&if *json { as_json(&listed)? } else { table(&listed) })
@@ -189,6 +203,8 @@ struct Info {
     about: About,
     #[serde(skip_serializing_if = "Vec::is_empty")]
     shares: Vec<SavedShare>,
+    #[serde(skip_serializing_if = "Option::is_none")]
+    hot: Option<HotInfo>,
 }
 
 /// A line on a share, and one on each file that is open in it, of the first ten.
@@ -275,7 +291,7 @@ fn disk_clones(texts: &[String]) -> anyhow::Result<BTreeMap<String, PathBuf>> {
 }
 
 /// Bytes for people.
-fn size(bytes: u64) -> String {
+pub(super) fn size(bytes: u64) -> String {
     let mut value = bytes as f64;
     let mut unit = "bytes";
     for next in ["KiB", "MiB", "GiB", "TiB"] {

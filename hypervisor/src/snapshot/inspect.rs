@@ -8,6 +8,7 @@ use std::path::{Path, PathBuf};
 use serde::Serialize;
 
 use super::folder::is_being_written;
+use super::hot::{HotError, HotSet};
 use super::load::{self, LoadError};
 use super::machine::MachineState;
 use super::manifest::{Manifest, Parent};
@@ -21,6 +22,9 @@ pub enum InspectError {
     /// A part cannot be read, or is not that of the description.
     #[error(transparent)]
     Load(#[from] LoadError),
+    /// The list of hot pages is no good.
+    #[error(transparent)]
+    Hot(#[from] HotError),
     /// Memory is not what was written.
     #[error("{} is damaged: {source}", path.display())]
     Damaged {
@@ -152,6 +156,7 @@ pub fn verify(dir: &Path) -> Result<u64, InspectError> {
         let path = dir.join(&disk.path);
         load::expect_size(&path, &load::open(&path)?, disk.bytes)?;
     }
+    HotSet::in_folder(dir, &manifest)?;
     let memory = StoredMemory::open(dir, &manifest)?;
     let Some(sums) = memory.sums else {
         return Err(InspectError::NoSums { dir: dir.to_owned(), vmm: manifest.vmm });

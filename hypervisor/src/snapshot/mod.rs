@@ -6,6 +6,7 @@
 //! NAME/memory          guest RAM, its regions one after the other; zero pages are holes
 //! NAME/sums            a checksum for each MiB of memory
 //! NAME/disk-ID         a disk at the same instant
+//! NAME/hot-pages       which pages VMs that were made of it have touched; may come later
 //! ```
 //!
 //! A snapshot that is a difference to another one has, in place of `memory`,
@@ -29,6 +30,7 @@ pub mod extents;
 pub mod features;
 pub mod folder;
 pub mod host_files;
+pub mod hot;
 pub mod image;
 pub mod inspect;
 pub mod load;
@@ -39,6 +41,8 @@ pub mod merge;
 pub mod pages;
 pub mod paging;
 pub mod pieces;
+pub mod prefetch;
+pub mod record;
 pub mod restore;
 pub mod runs;
 pub mod save;
@@ -59,6 +63,8 @@ pub const SUMS: &str = "sums";
 pub const RUNS: &str = "runs";
 /// Name of the file with the pages that differ.
 pub const PAGES: &str = "pages";
+/// Name of the list of pages that VMs of the snapshot have touched.
+pub const HOT_PAGES: &str = "hot-pages";
 
 /// Most bytes of a description.
 pub const MAX_MANIFEST: u64 = 1 << 20;

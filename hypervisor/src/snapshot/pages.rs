@@ -143,6 +143,16 @@ const ENTRIES: usize = 65536;
 /// The pages of RAM that this process has of its own: of fresh memory those that have ever been
 /// touched, of a private mapping of a file those that have been written to. In memory or in swap.
 pub fn owned(memory: &Memory) -> io::Result<PageSet> {
+    mapped(memory, |entry| entry & SWAPPED != 0 || entry & (PRESENT | OF_FILE) == PRESENT)
+}
+
+/// The pages of RAM that this process has, be they its own or a file's. In memory or in swap.
+pub fn present(memory: &Memory) -> io::Result<PageSet> {
+    mapped(memory, |entry| entry & (PRESENT | SWAPPED) != 0)
+}
+
+/// The pages of RAM with such entries in the page map.
+fn mapped(memory: &Memory, wanted: impl Fn(u64) -> bool) -> io::Result<PageSet> {
     let map = fs::File::open("/proc/self/pagemap")?;
     let mut set = PageSet::none(crate::memory::size(memory));
     let mut buffer = vec![0; ENTRIES * 8];
@@ -154,20 +164,19 @@ pub fn owned(memory: &Memory) -> io::Result<PageSet> {
             let count = (pages - at).min(ENTRIES as u64) as usize;
             let bytes = buffer.get_mut(..count * 8).unwrap_or_default();
             map.read_exact_at(bytes, (start + at) * 8)?;
-            insert_owned(&mut set, first + at, bytes);
+            insert_wanted(&mut set, first + at, bytes, &wanted);
         }
         first += pages;
     }
     Ok(set)
 }
 
-fn insert_owned(set: &mut PageSet, first: u64, entries: &[u8]) {
+fn insert_wanted(set: &mut PageSet, first: u64, entries: &[u8], wanted: impl Fn(u64) -> bool) {
     for (word, entries) in (first..).step_by(64).zip(entries.chunks(64 * 8)) {
         let mut bits = 0;
         for (bit, entry) in entries.chunks_exact(8).enumerate() {
             let entry = entry.try_into().map_or(0, u64::from_le_bytes);
-            let owned = entry & SWAPPED != 0 || entry & (PRESENT | OF_FILE) == PRESENT;
-            bits |= u64::from(owned) << bit;
+            bits |= u64::from(wanted(entry)) << bit;
         }
         set.insert_bitmap(word, &[bits]);
     }
@@ -272,6 +281,9 @@ mod tests {
         memory.read_slice(&mut read, GuestAddress(0x2_0000)).unwrap();
         memory.read_slice(&mut read, GuestAddress(0x9_0000)).unwrap();
         assert_eq!(owned(&memory).unwrap().count(), 0);
+        let there = present(&memory).unwrap();
+        assert!([0x20, 0x21, 0x90].iter().all(|&page| there.contains(page)), "{:?}", runs(&there));
+        assert!(there.count() <= 3 * 16 && !there.contains(0x60), "{:?}", runs(&there));
         memory.write_slice(&[2], GuestAddress(0x2_1000)).unwrap();
         memory.write_slice(&[2], GuestAddress(0x9_0000)).unwrap();
         assert_eq!(runs(&owned(&memory).unwrap()), [0x21..0x22, 0x90..0x91]);

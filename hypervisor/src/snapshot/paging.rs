@@ -2,8 +2,7 @@
 
 use std::fs::File;
 use std::io::{self, BufRead, BufReader, IoSlice, Read};
-use std::os::fd::{AsFd, AsRawFd};
-use std::os::unix::fs::FileExt;
+use std::os::fd::{AsFd, AsRawFd, BorrowedFd};
 use std::os::unix::net::UnixStream;
 use std::path::{Path, PathBuf};
 use std::thread::JoinHandle;
@@ -16,8 +15,12 @@ use nix::sys::socket::{ControlMessage, MsgFlags, sendmsg};
 use serde::Serialize;
 use vm_memory::{GuestMemoryBackend, GuestMemoryRegion};
 
+use self::source::{Removed, Source};
+use super::prefetch::{self, Feed, Plan, Prefetch};
 use crate::memory::{self, MemoryError};
-use crate::uffd::{Event, PAGE, Uffd};
+use crate::uffd::{PAGE, Uffd};
+
+mod source;
 
 /// How guest memory is brought in.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
@@ -49,6 +52,9 @@ pub enum PagingError {
          private"
     )]
     Uffd(io::Error),
+    /// Nothing would be prefetched.
+    #[error("--prefetch is of no use with {0}; leave one of them out")]
+    NoPrefetch(&'static str),
     /// Nobody listens, or they do not answer.
     #[error("the page fault handler at {}: {source}", path.display())]
     Handler {
@@ -57,6 +63,9 @@ pub enum PagingError {
         /// The reason.
         source: io::Error,
     },
+    /// Out of descriptors.
+    #[error("hot pages cannot be prefetched: {0}")]
+    Prefetch(io::Error),
     /// No thread.
     #[error("the thread that answers page faults cannot be started: {0}")]
     Thread(io::Error),
@@ -72,25 +81,59 @@ pub struct Loaded {
     pub memory: Memory,
     /// Who brings it in.
     pub pager: Option<Pager>,
+    /// What brings some of it in sooner.
+    pub prefetch: Option<Prefetch>,
 }
 
-/// Maps `bytes` of guest memory with the content of the file `image`.
-pub fn load(mode: &MemoryMode, bytes: u64, image: File, lost: Lost) -> Result<Loaded, PagingError> {
+impl MemoryMode {
+    /// Refuses to prefetch where that would do nothing.
+    pub fn check_prefetch(&self) -> Result<(), PagingError> {
+        match self {
+            Self::Private | Self::Uffd => Ok(()),
+            Self::Prefault => Err(PagingError::NoPrefetch(
+                "--memory-mode prefault, which maps all of memory before the guest runs",
+            )),
+            Self::UffdBy(_) => Err(PagingError::NoPrefetch(
+                "--uffd-socket, since it is up to that process which pages it brings in, and when",
+            )),
+        }
+    }
+}
+
+/// Maps `bytes` of guest memory with the content of the file `image`, of which `plan` tells what shall be
+/// brought in sooner, once it is started.
+pub fn load(
+    mode: &MemoryMode,
+    bytes: u64,
+    image: File,
+    plan: Option<Plan>,
+    lost: Lost,
+) -> Result<Loaded, PagingError> {
+    if plan.is_some() {
+        mode.check_prefetch()?;
+    }
     match mode {
         MemoryMode::Private => {
-            Ok(Loaded { memory: memory::from_image(bytes, image)?, pager: None })
+            let file = image.try_clone().map_err(PagingError::Prefetch)?;
+            let memory = memory::from_image(bytes, image)?;
+            let prefetch =
+                plan.map(|plan| Prefetch::by_mapping(plan, regions(&memory), file, memory.clone()));
+            Ok(Loaded { memory, pager: None, prefetch })
         }
         MemoryMode::Prefault => {
             let file = image.try_clone().map_err(PagingError::Populate)?;
             let memory = memory::from_image(bytes, image)?;
             populate(&memory, &file).map_err(PagingError::Populate)?;
-            Ok(Loaded { memory, pager: None })
+            Ok(Loaded { memory, pager: None, prefetch: None })
         }
         MemoryMode::Uffd => {
             let memory = memory::fresh(bytes)?;
             let (uffd, regions) = register(&memory).map_err(PagingError::Uffd)?;
-            let pager = Pager::own(uffd, regions, image, lost).map_err(PagingError::Thread)?;
-            Ok(Loaded { memory, pager: Some(pager) })
+            let ahead =
+                plan.map(|plan| Prefetch::by_handler(plan, regions.clone(), image.try_clone()?));
+            let (prefetch, feed) = ahead.transpose().map_err(PagingError::Prefetch)?.unzip();
+            let pager = Pager::own(uffd, regions, image, feed, lost);
+            Ok(Loaded { memory, pager: Some(pager.map_err(PagingError::Thread)?), prefetch })
         }
         MemoryMode::UffdBy(path) => {
             let memory = memory::fresh(bytes)?;
@@ -98,18 +141,18 @@ pub fn load(mode: &MemoryMode, bytes: u64, image: File, lost: Lost) -> Result<Lo
             let pager = Pager::external(path, uffd, &regions, &image, lost);
             let pager =
                 pager.map_err(|source| PagingError::Handler { path: path.clone(), source })?;
-            Ok(Loaded { memory, pager: Some(pager) })
+            Ok(Loaded { memory, pager: Some(pager), prefetch: None })
         }
     }
 }
 
 /// A piece of guest memory, and where in the file its content is.
 #[derive(Clone, Copy, Debug, Serialize)]
-struct Region {
+pub(super) struct Region {
     guest_address: u64,
-    host_address: u64,
-    bytes: u64,
-    file_offset: u64,
+    pub(super) host_address: u64,
+    pub(super) bytes: u64,
+    pub(super) file_offset: u64,
 }
 
 impl Region {
@@ -123,7 +166,7 @@ impl Region {
     }
 }
 
-fn regions(memory: &Memory) -> Vec<Region> {
+pub(super) fn regions(memory: &Memory) -> Vec<Region> {
     let mut file_offset = 0;
     let region = |region: &<Memory as GuestMemoryBackend>::R| {
         let bytes = region.len();
@@ -154,12 +197,7 @@ fn populate(memory: &Memory, file: &File) -> io::Result<()> {
         let mut at = region.file_offset;
         while let Some((start, stop)) = next_data(file, at, end)? {
             let host = region.host_address + (start - region.file_offset);
-            let len = usize::try_from(stop - start).unwrap_or(usize::MAX);
-            // SAFETY: whole pages inside a live private mapping, which this call does not change.
-            let done = unsafe { libc::madvise(host as *mut _, len, libc::MADV_POPULATE_READ) };
-            if done != 0 {
-                return Err(io::Error::last_os_error());
-            }
+            prefetch::populate(host, stop - start)?;
             at = stop;
         }
     }
@@ -167,7 +205,7 @@ fn populate(memory: &Memory, file: &File) -> io::Result<()> {
 }
 
 /// The next whole pages with content between `from` and `end`.
-fn next_data(file: &File, from: u64, end: u64) -> io::Result<Option<(u64, u64)>> {
+pub(super) fn next_data(file: &File, from: u64, end: u64) -> io::Result<Option<(u64, u64)>> {
     let seek = |at: u64, whence| {
         let at = libc::off_t::try_from(at).map_err(io::Error::other)?;
         // SAFETY: the call takes numbers; nobody else relies on this descriptor's position.
@@ -215,9 +253,15 @@ struct Handover<'a> {
 const READY: &str = "ready";
 
 impl Pager {
-    fn own(uffd: Uffd, regions: Vec<Region>, image: File, lost: Lost) -> io::Result<Self> {
+    fn own(
+        uffd: Uffd,
+        regions: Vec<Region>,
+        image: File,
+        feed: Option<Feed>,
+        lost: Lost,
+    ) -> io::Result<Self> {
         let bytes: u64 = regions.iter().map(|region| region.bytes).sum();
-        let source = Source { uffd, regions, image, removed: Removed::new(bytes) };
+        let source = Source { uffd, regions, image, removed: Removed::new(bytes), feed };
         Self::spawn(None, move |stop| source.serve(stop), lost)
     }
 
@@ -281,7 +325,7 @@ impl Drop for Pager {
 /// Waits for the end of a handler, which has nothing more to say.
 fn watch(mut handler: &UnixStream, stop: &Waker) -> io::Result<()> {
     let mut said = [0; 64];
-    while wait(stop, handler.as_fd(), PollFlags::POLLIN)? {
+    while wait(stop, &[handler.as_fd()], true)? {
         match handler.read(&mut said) {
             Ok(0) => return Err(io::Error::other("the page fault handler has gone")),
             Err(error) if error.kind() != io::ErrorKind::WouldBlock => return Err(error),
@@ -298,149 +342,21 @@ fn no_answer(error: io::Error) -> io::Error {
     }
 }
 
-/// True when something has happened at `fd`, false when it is time to stop.
-fn wait(stop: &Waker, fd: std::os::fd::BorrowedFd<'_>, what: PollFlags) -> io::Result<bool> {
-    let ended = PollFlags::POLLERR | PollFlags::POLLHUP;
+/// False when it is time to stop. Otherwise something has happened at one of `fds`, unless it should
+/// not wait for that.
+fn wait(stop: &Waker, fds: &[BorrowedFd<'_>], blocks: bool) -> io::Result<bool> {
+    let fds = [stop.as_fd()].into_iter().chain(fds.iter().copied());
+    let mut fds: Vec<_> = fds.map(|fd| PollFd::new(fd, PollFlags::POLLIN)).collect();
+    let timeout = if blocks { PollTimeout::NONE } else { PollTimeout::ZERO };
     loop {
-        let stopped = PollFd::new(stop.as_fd(), PollFlags::POLLIN);
-        let mut fds = [stopped, PollFd::new(fd, what)];
-        match poll(&mut fds, PollTimeout::NONE) {
-            Ok(_) => {}
-            Err(nix::errno::Errno::EINTR) => continue,
+        match poll(&mut fds, timeout) {
+            Ok(_) => break,
+            Err(nix::errno::Errno::EINTR) => {}
             Err(error) => return Err(error.into()),
         }
-        let [stopped, other] = fds.map(|fd| fd.revents().unwrap_or(PollFlags::empty()));
-        if !stopped.is_empty() {
-            return Ok(false);
-        }
-        if other.intersects(what | ended) {
-            return Ok(true);
-        }
     }
-}
-
-/// Pages that are brought in together when one of them is wanted.
-const AROUND: u64 = 16 * PAGE;
-
-/// The file, as memory.
-struct Source {
-    uffd: Uffd,
-    regions: Vec<Region>,
-    image: File,
-    removed: Removed,
-}
-
-/// Pages that the guest has given back, which are zeros now. A bit each, by their place in the file.
-struct Removed(Vec<u64>);
-
-impl Removed {
-    fn new(bytes: u64) -> Self {
-        Self(vec![0; usize::try_from((bytes / PAGE).div_ceil(64)).unwrap_or(0)])
-    }
-
-    fn place(offset: u64) -> (usize, u64) {
-        let page = offset / PAGE;
-        (usize::try_from(page / 64).unwrap_or(usize::MAX), 1 << (page % 64))
-    }
-
-    fn add(&mut self, offset: u64) {
-        let (word, bit) = Self::place(offset);
-        if let Some(word) = self.0.get_mut(word) {
-            *word |= bit;
-        }
-    }
-
-    /// Whether one of the pages from the first to before the second is among them.
-    fn any(&self, first: u64, last: u64) -> bool {
-        (first..last).step_by(PAGE as usize).any(|offset| {
-            let (word, bit) = Self::place(offset);
-            self.0.get(word).is_some_and(|word| word & bit != 0)
-        })
-    }
-}
-
-impl Source {
-    fn serve(mut self, stop: &Waker) -> io::Result<()> {
-        let mut waiting: Vec<u64> = Vec::new();
-        let mut buffer = vec![0; usize::try_from(AROUND).unwrap_or(0)];
-        loop {
-            if waiting.is_empty() && !wait(stop, self.uffd.as_fd(), PollFlags::POLLIN)? {
-                return Ok(());
-            }
-            for event in self.uffd.events()? {
-                match event {
-                    Event::Fault(page) => waiting.push(page),
-                    Event::Removed(start, end) => {
-                        for page in (start..end).step_by(PAGE as usize) {
-                            if let Some(region) = self.region(page) {
-                                self.removed.add(region.offset(page));
-                            }
-                        }
-                    }
-                }
-            }
-            // What has to wait for an event of the kernel's is tried again after it.
-            let pages = std::mem::take(&mut waiting);
-            for page in pages {
-                match self.bring(page, &mut buffer) {
-                    Err(error) if error.kind() == io::ErrorKind::WouldBlock => waiting.push(page),
-                    done => done?,
-                }
-            }
-        }
-    }
-
-    fn region(&self, page: u64) -> Option<Region> {
-        let inside = |region: &&Region| (region.host_address..region.end()).contains(&page);
-        self.regions.iter().find(inside).copied()
-    }
-
-    fn bring(&self, page: u64, buffer: &mut [u8]) -> io::Result<()> {
-        let Some(region) = self.region(page) else {
-            return Err(io::Error::other(format!(
-                "a fault at {page:#x}, which is not guest memory"
-            )));
-        };
-        let (offset, next) = (region.offset(page), region.offset(page) + PAGE);
-        if self.removed.any(offset, next) {
-            return self.settle(page, self.uffd.fill_zeros(page, PAGE));
-        }
-        let first = (page / AROUND * AROUND).max(region.host_address);
-        let last = (page / AROUND * AROUND + AROUND).min(region.end());
-        if !self.removed.any(region.offset(first), region.offset(last))
-            && self.copy(region, first, last, buffer).is_ok()
-        {
-            return Ok(());
-        }
-        // Some of them are there already.
-        self.settle(page, self.copy(region, page, page + PAGE, buffer))
-    }
-
-    fn copy(&self, region: Region, first: u64, last: u64, buffer: &mut [u8]) -> io::Result<()> {
-        let len = usize::try_from(last - first).unwrap_or(0);
-        let piece = buffer.get_mut(..len).unwrap_or_default();
-        self.image.read_exact_at(piece, region.offset(first)).map_err(|error| {
-            match error.kind() {
-                io::ErrorKind::UnexpectedEof => {
-                    io::Error::other("the memory file has become shorter")
-                }
-                // Not to be taken for what the kernel says of a page.
-                _ => io::Error::other(error),
-            }
-        })?;
-        match piece.iter().all(|&byte| byte == 0) {
-            true => self.uffd.fill_zeros(first, last - first),
-            false => self.uffd.fill(first, piece),
-        }
-    }
-
-    /// A page that is there already was another fault's: who waits for it looks again.
-    fn settle(&self, page: u64, filled: io::Result<()>) -> io::Result<()> {
-        match filled {
-            Err(error) if error.kind() == io::ErrorKind::AlreadyExists => self.uffd.wake(page),
-            other => other,
-        }
-    }
+    let stopped = fds.first().and_then(PollFd::revents).unwrap_or(PollFlags::empty());
+    Ok(stopped.is_empty())
 }
 
 #[cfg(test)]

@@ -1,3 +1,5 @@
+use std::os::unix::fs::FileExt;
+
 use devices::memory::{Bytes, GuestAddress};
 
 use super::*;
@@ -48,7 +50,7 @@ fn all_of_the_file_is_found_and_its_holes_are_not_touched() {
 #[test]
 fn memory_is_there_at_once_or_when_it_is_touched() {
     for mode in [MemoryMode::Private, MemoryMode::Prefault] {
-        let loaded = load(&mode, BYTES, image(), never()).unwrap();
+        let loaded = load(&mode, BYTES, image(), None, never()).unwrap();
         assert!(loaded.pager.is_none());
         assert_content(&loaded.memory);
     }
