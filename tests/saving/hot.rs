@@ -275,7 +275,8 @@ fn who_cannot_tell_what_was_touched_says_so() {
     guests.save("copy", &guests.dir("again"), &[]);
     refused("copy", &["memory has been read for a snapshot", "restore again"]);
     guests.end("copy", copy);
-    let copy = guests.restore(&dir, "copy", &[]);
+    let copy = guests.restore(&dir, "copy", &["--resume"]);
+    goes_on(&copy);
     fs::rename(&dir, guests.dir("elsewhere")).unwrap();
     refused("copy", &["is gone", "--to FILE"]);
     fs::rename(guests.dir("again"), &dir).unwrap();
@@ -293,7 +294,7 @@ fn who_cannot_tell_what_was_touched_says_so() {
         .end()
         .assert_refused(&["has the hot pages of snapshot", "record its own"]);
     let copy = guests.restore(&guests.dir("elsewhere"), "copy", &[&given, "--resume"]);
-    assert_eq!(Some(over(&guests, "copy").pages), told["pages"].as_u64());
+    assert!((1..=told["pages"].as_u64().unwrap()).contains(&over(&guests, "copy").pages));
     guests.end("copy", copy);
 }
 
@@ -356,9 +357,9 @@ fn a_snapshot_tells_of_its_hot_pages_and_does_not_pass_them_on() {
     let guests = Guests::new();
     let dir = filled(&guests, "64M");
     let info = |words: &[&str]| guests.snapshot(&[&["info", text(&dir)], words].concat()).output(0);
-    assert!(!info(&[]).contains("hot ") && !info(&["--json"]).contains("\"hot\""));
+    assert!(!info(&[]).contains("\nhot ") && !info(&["--json"]).contains("\"hot\""));
     make_hot(&dir, FILLED);
-    assert!(info(&[]).contains("hot       1024 pages, 4.0 MiB, for restore --prefetch\n"));
+    assert!(info(&[]).contains("\nhot       1024 pages, 4.0 MiB, for restore --prefetch\n"));
     let told: serde_json::Value = serde_json::from_str(&info(&["--json"])).unwrap();
     assert_eq!((&told["hot"]["pages"], &told["hot"]["bytes"]), (&1024.into(), &(4 << 20).into()));
     guests.snapshot(&["verify", text(&dir)]).output(0);

@@ -106,9 +106,14 @@ impl Progress {
         self.0.stage.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
-    /// Whether it goes on.
-    pub(super) fn is_running(&self) -> bool {
+    /// Whether it is at work.
+    fn is_running(&self) -> bool {
         matches!(*self.stage(), Stage::Running)
+    }
+
+    /// Whether nothing more will come of it.
+    pub(super) fn has_ended(&self) -> bool {
+        !matches!(*self.stage(), Stage::Waiting | Stage::Running)
     }
 
     /// Pages were brought in.

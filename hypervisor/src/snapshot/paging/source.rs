@@ -112,7 +112,7 @@ impl Source {
     /// All that was given back before has been told by now, or the kernel has us wait: so nothing of
     /// that comes back.
     fn feed(&mut self) -> bool {
-        let Some(mut feed) = self.feed.take().filter(|feed| feed.progress.is_running()) else {
+        let Some(mut feed) = self.feed.take().filter(|feed| !feed.progress.has_ended()) else {
             return false;
         };
         let (pages, from) = match feed.held.take() {

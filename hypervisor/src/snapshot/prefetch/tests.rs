@@ -124,7 +124,7 @@ fn a_handler_gets_all_pages_in_pieces_and_is_told_the_end() {
 fn a_cancelled_thread_ends_although_nobody_takes_its_pages() {
     let (prefetch, feed) = by_handler(&[0..BYTES / PAGE]);
     prefetch.progress().cancel();
-    assert!(!feed.progress.is_running());
+    assert!(feed.progress.has_ended());
     drop(feed);
     assert_eq!(end(&prefetch).state, PrefetchState::Cancelled);
     // Waits for the thread.
