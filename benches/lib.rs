@@ -7,6 +7,7 @@ pub mod guests;
 pub mod host;
 pub mod ladder;
 pub mod peer;
+pub mod prefetched;
 pub mod process;
 pub mod report;
 pub mod rounds;

@@ -2,7 +2,7 @@
 //! tells what the figures mean.
 
 use std::env;
-use std::path::PathBuf;
+use std::path::{Path, PathBuf};
 use std::process::ExitCode;
 
 use anyhow::Context;
@@ -10,6 +10,7 @@ use clap::Parser;
 
 use cube_benches::bare_kvm;
 use cube_benches::host::Host;
+use cube_benches::prefetched::Question;
 use cube_benches::process::monotonic_ns;
 use cube_benches::report::{Report, Row, Section};
 use cube_benches::rounds::{Entrant, Record, measure};
@@ -43,6 +44,11 @@ struct Options {
     /// (none: the default kernel and root image); needs a KVM that runs Linux, or the lab
     #[arg(long, value_name = "OPTION", num_args = 0.., allow_hyphen_values = true)]
     linux: Option<Vec<String>>,
+
+    /// Measure a guest that touches so much of its memory after the restore, in no order, until it has:
+    /// with hot pages prefetched, and without. A power of two; the guest needs 16M more
+    #[arg(long, value_name = "SIZE", conflicts_with = "linux")]
+    prefetch: Option<String>,
 
     /// Leave out the measurement with a cold page cache
     #[arg(long)]
@@ -93,6 +99,9 @@ fn compare(options: &Options) -> anyhow::Result<ExitCode> {
         None => vmm::default_vmm()?,
     };
     let ground = Ground::new_in(options.dir.as_deref()).context("no place for snapshots")?;
+    if let Some(touched) = &options.prefetch {
+        return prefetched(options, &program, &ground, touched);
+    }
     let mut cases = Vec::new();
     for size in &options.sizes {
         let saved = match &options.linux {
@@ -114,12 +123,30 @@ fn compare(options: &Options) -> anyhow::Result<ExitCode> {
     let warm = rounds(&cases, (linux, largest), options.runs, false);
     let cold = !options.warm_only;
     let cold = cold.then(|| rounds(&cases, (linux, largest), options.runs, true));
-    let report = report(host, options, &warm, cold.as_deref());
+    tell(options, &report(host, options, &warm, cold.as_deref()))
+}
+
+fn tell(options: &Options, report: &Report) -> anyhow::Result<ExitCode> {
     print!("{}", report.render());
     if let Some(path) = &options.json {
         report.write_json(path)?;
     }
     Ok(if report.has_failures() { ExitCode::FAILURE } else { ExitCode::SUCCESS })
+}
+
+fn prefetched(
+    options: &Options,
+    program: &Path,
+    ground: &Ground,
+    touched: &str,
+) -> anyhow::Result<ExitCode> {
+    let touched_mib = mib(touched).context("--prefetch takes a size such as 256M")?;
+    let Options { sizes, modes, runs, warm_only, .. } = options;
+    let (runs, warm_only) = (*runs, *warm_only);
+    let question = Question { program, ground, sizes, modes, touched_mib, runs, warm_only };
+    let host = Host::examine();
+    let (sections, conclusions) = question.answer()?;
+    tell(options, &Report { schema: 1, bench: "restore", host, runs, sections, conclusions })
 }
 
 /// What every row of the floor begins with.

@@ -14,6 +14,9 @@ use crate::rounds::Trial;
 use crate::tiny_guest::{self, STAMP};
 use crate::vmm::{FIRST_INSTRUCTION, Ground, LIMIT, marks, take_ladder};
 
+/// The mark at which a guest of [`tiny_guest::scattering`] has been at all of its pages.
+pub const TOUCHED: &str = "all pages touched";
+
 /// A guest that has not come so far by then never will.
 const COMES_WITHIN: Duration = Duration::from_secs(320);
 /// Exit code of `cube-vmm` when the guest has reset itself.
@@ -129,6 +132,44 @@ impl Saved {
         Ok(Trial { ended: finished.lifetime_ns(), marks })
     }
 
+    /// Restores a guest of [`tiny_guest::scattering`] until it has been at all of its pages, asks `then` about
+    /// the VM that answers at this socket, and ends it.
+    pub fn attempt_scattering(
+        &self,
+        options: &[&str],
+        then: impl Fn(&Path) -> anyhow::Result<()>,
+    ) -> anyhow::Result<Trial> {
+        let [trace, api, said] = ["trace.json", "r", "said"].map(|name| self.ground.join(name));
+        let mut command = self.command(&api);
+        command.args(options).arg("--trace").arg(&trace);
+        command.stdout(Stdio::null()).stderr(File::create(&said)?);
+        let spawned_ns = process::monotonic_ns();
+        let mut vmm = command.spawn()?;
+        let has_come = || fs::read(&said).is_ok_and(|said| said == b"x");
+        let come = wait_for(&mut vmm, has_come, "the guest does not get to all of its pages");
+        let asked = come.and_then(|()| then(&api));
+        let stopped = ask(&self.program, &["stop", "--how", "kill"], &api, &[]);
+        if stopped.is_err() {
+            let _ = vmm.kill();
+        }
+        let _ = vmm.wait();
+        let ended = process::monotonic_ns() - spawned_ns;
+        asked.and(stopped).with_context(|| fs::read_to_string(&said).unwrap_or_default())?;
+        let ladder = take_ladder(&trace)?;
+        let stamp = format!("guest stamp {STAMP:#04x}");
+        let touched = ladder.at(&stamp).context("the guest has not said that it is done")?;
+        let mut marks = marks(&ladder, spawned_ns);
+        marks.retain(|(name, _)| *name != stamp);
+        marks.push((TOUCHED.to_owned(), touched - spawned_ns));
+        Ok(Trial { ended, marks })
+    }
+
+    /// Writes which pages such a guest touches, for later restores.
+    pub fn record_hot(&self) -> anyhow::Result<()> {
+        let record = |api: &Path| ask(&self.program, &["snapshot", "hot"], api, &[]);
+        self.attempt_scattering(&[], record).map(drop)
+    }
+
     /// Restores a Linux guest until its agent has made it another, and ends it.
     pub fn attempt_linux(&self, options: &[&str]) -> anyhow::Result<Trial> {
         let (trace, api) = (self.ground.join("trace.json"), self.ground.join("r"));
@@ -148,12 +189,16 @@ impl Saved {
 
 /// Waits until the guest behind `api` is ready.
 pub fn wait_until_ready(program: &Path, vmm: &mut Child, api: &Path) -> anyhow::Result<()> {
+    wait_for(vmm, || is_ready(program, api), "the guest does not get ready")
+}
+
+fn wait_for(vmm: &mut Child, come: impl Fn() -> bool, otherwise: &str) -> anyhow::Result<()> {
     let deadline = Instant::now() + COMES_WITHIN;
-    while !is_ready(program, api) {
+    while !come() {
         if let Some(status) = vmm.try_wait()? {
             bail!("the VMM has ended, {status}");
         }
-        ensure!(Instant::now() < deadline, "the guest does not get ready");
+        ensure!(Instant::now() < deadline, "{otherwise}");
         // Whoever asks takes time from the guest.
         thread::sleep(Duration::from_millis(100));
     }

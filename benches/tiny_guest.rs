@@ -89,6 +89,36 @@ pub fn dirtying(bytes: u32, steadily: u32) -> Vec<u8> {
     code
 }
 
+/// Writes to each page of `bytes` of memory, a power of two, in an order that no read-ahead guesses, says
+/// that it has, and prints one byte; again whenever the generation id is another. 32-bit, so for the PVH
+/// entry only.
+pub fn scattering(bytes: u32) -> Vec<u8> {
+    // An odd number of pages, so that each has its turn.
+    const STRIDE: u32 = 4096 * 6521;
+    let generation = GENERATION.to_le_bytes();
+    let mut code = vec![0x66, 0xba, 0xf8, 0x03]; // mov dx, 0x3f8
+    let again = code.len();
+    code.push(0xbe); // mov esi, pages
+    code.extend((bytes / 4096).to_le_bytes());
+    code.extend([0x31, 0xc9]); // xor ecx, ecx
+    // next: inc dword ptr [ecx + DIRTIED]; add ecx, STRIDE; and ecx, bytes - 1
+    for (instruction, number) in
+        [([0xff, 0x81], DIRTIED), ([0x81, 0xc1], STRIDE), ([0x81, 0xe1], bytes - 1)]
+    {
+        code.extend(instruction);
+        code.extend(number.to_le_bytes());
+    }
+    code.extend([0x4e, 0x75, 0xeb]); // dec esi; jne next
+    code.extend([0xb0, STAMP, 0xe6, DEBUG_PORT]); // mov al, STAMP; out DEBUG_PORT, al
+    code.extend([0xb0, b'x', 0xee, 0x8b, 0x1d]); // mov al, 'x'; out dx, al; mov ebx, [GENERATION]
+    code.extend(generation);
+    code.extend([0x3b, 0x1d]); // wait: cmp ebx, [GENERATION]
+    code.extend(generation);
+    code.extend([0x74, 0xf8, 0xeb]); // je wait; jmp again
+    code.push((again as i64 - (code.len() as i64 + 1)) as u8);
+    code
+}
+
 fn write_to_each_page_of(bytes: u32) -> Vec<u8> {
     let mut code = vec![0xbf]; // mov edi, DIRTIED
     code.extend(DIRTIED.to_le_bytes());
@@ -188,6 +218,19 @@ mod tests {
         assert_eq!(quiet[quiet.len() - 4..], [0x74, -8_i8 as u8, 0xeb, 4_u8.wrapping_sub(44)]);
         assert_eq!(busy.len() - quiet.len(), 21);
         assert_eq!(busy[busy.len() - 4..][..2], [0x74, -29_i8 as u8]);
+    }
+
+    #[test]
+    fn a_guest_that_scatters_comes_to_each_page_once() {
+        let code = scattering(1 << 20);
+        // Stride and mask, as they stand in the code.
+        let word = |at: usize| u32::from_le_bytes(code[at..at + 4].try_into().unwrap());
+        let (pages, stride, mask) = (word(5), word(19), word(25));
+        let mut seen: Vec<u32> = (0..pages).map(|turn| turn.wrapping_mul(stride) & mask).collect();
+        seen.sort_unstable();
+        assert_eq!(seen, (0..256).map(|page| page * 4096).collect::<Vec<_>>());
+        // Back to the first instruction but one.
+        assert_eq!(code.len() as i64 + i64::from(*code.last().unwrap() as i8), 4);
     }
 
     #[test]

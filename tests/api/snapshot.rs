@@ -5,6 +5,8 @@ use std::path::PathBuf;
 use std::time::{SystemTime, UNIX_EPOCH};
 
 use harness::{Place, TestVm, eventually, sh};
+use hypervisor::api::{Reply, Request};
+use hypervisor::snapshot::prefetch::PrefetchState;
 use libtest_mimic::Trial;
 
 pub fn trials() -> Vec<Trial> {
@@ -12,6 +14,7 @@ pub fn trials() -> Vec<Trial> {
         a_guest_becomes_two_others,
         a_guest_on_pci_becomes_two_others,
         a_guest_that_is_saved_goes_on,
+        a_guest_whose_hot_pages_are_prefetched_is_none_the_worse,
         plugged_devices_are_where_they_were,
     ]
 }
@@ -96,6 +99,36 @@ fn a_guest_that_is_saved_goes_on() {
         eventually("it goes on counting", || count(&vm) > before + 3);
     }
     assert!(!vm.exec(["dmesg"]).text().contains("virtual machine fork"));
+}
+
+/// Takes memory, and lets it go.
+const FILL: &str = "dd if=/dev/zero of=/tmp/fill bs=1M count=64 2>/dev/null; rm /tmp/fill";
+
+fn a_guest_whose_hot_pages_are_prefetched_is_none_the_worse() {
+    let store = Place::new();
+    let dir = store.given_path("snapshot");
+    let vm = TestVm::builder().memory("192M").boot();
+    vm.save(&dir);
+    drop(vm);
+    let all = (192 << 20) / 4096;
+    for mode in ["private", "uffd"] {
+        let vm = TestVm::restore(&dir, &["--memory-mode", mode]);
+        assert!(vm.exec(["uname"]).status.success());
+        let reply = vm.request(&Request::RecordHotPages { file: None });
+        let Reply::HotPages(report) = reply else { panic!("{mode}: {reply:?}") };
+        assert!((200..all / 2).contains(&report.pages), "{mode}: {report:?}");
+        drop(vm);
+        let vm = TestVm::restore(&dir, &["--memory-mode", mode, "--prefetch"]);
+        // It gives pages back meanwhile, and takes others.
+        assert!(vm.exec(sh(FILL)).status.success());
+        let told = || vm.info().prefetch.unwrap();
+        eventually("all is prefetched", || told().state == PrefetchState::Over);
+        let planned = told().planned_pages;
+        assert!((100..=report.pages).contains(&planned), "{mode}: {report:?}, {:?}", told());
+        assert!(vm.exec(sh(FILL)).status.success());
+        let said = vm.exec(["dmesg"]).text();
+        assert!(!said.contains("BUG:") && !said.contains("Oops"), "{mode}: {said}");
+    }
 }
 
 fn plugged_devices_are_where_they_were() {

@@ -70,7 +70,7 @@ pub struct PrefetchInfo {
     /// Pages that are planned; nothing before it runs. In a private mapping pages of zeros are not,
     /// for which there is nothing to be read.
     pub planned_pages: u64,
-    /// Pages beyond the limit.
+    /// Pages beyond the limit, be they zeros or not.
     pub left_out_pages: u64,
     /// Why it failed.
     #[serde(default, skip_serializing_if = "Option::is_none")]
@@ -312,6 +312,10 @@ impl Work {
         let (mut pieces, mut left_out) = (Vec::new(), 0);
         let mut room = self.plan.limit / PAGE * PAGE;
         for run in &self.plan.set.runs {
+            if room == 0 || progress.has_ended() {
+                left_out += (run.end - run.start) * PAGE;
+                continue;
+            }
             for part in self.stored(run.start * PAGE..run.end * PAGE)? {
                 let taken = (part.end - part.start).min(room);
                 left_out += part.end - part.start - taken;
