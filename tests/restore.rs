@@ -169,8 +169,13 @@ fn another_process_can_bring_memory_in() {
     let (socket, listener) = listening(&counter);
     let handler: JoinHandle<usize> = thread::spawn(move || serve(&listener));
     let copy = by_handler(&counter, &socket);
+    goes_on(&copy);
+    let hot = counter.place.call(["snapshot", "hot", "--api-socket", "copy", "--json"]).end();
+    let hot: serde_json::Value = serde_json::from_str(&hot.output(0)).unwrap();
     assert_goes_on(&counter, last, copy);
-    assert!(handler.join().unwrap() > 0);
+    let served = handler.join().unwrap() as u64;
+    // The page map knows them, too.
+    assert!((1..=served).contains(&hot["pages"].as_u64().unwrap()), "{hot} of {served}");
 }
 
 #[test]

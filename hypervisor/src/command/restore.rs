@@ -148,7 +148,7 @@ early when the VM ends, when it is saved, or when the host asks it for memory (c
 cube-vmm info tells how far it is.
 
 Examples:
-  cube-vmm restore base --api-socket S --resume && cube-vmm snapshot hot --api-socket S
+  cube-vmm restore base --api-socket S --resume --wait-ready && cube-vmm snapshot hot --api-socket S
   cube-vmm restore base --api-socket T --resume --prefetch --prefetch-limit 128M
   cube-vmm restore base --api-socket S --resume --override fs:fs0=path=/other,policy=remap
   cube-vmm restore base --api-socket S --resume --disk-dir /var/lib/vm/one

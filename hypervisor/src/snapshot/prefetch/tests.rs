@@ -1,3 +1,4 @@
+use std::iter::once;
 use std::time::{Duration, Instant};
 
 use devices::memory::{Bytes, GuestAddress};
@@ -19,13 +20,13 @@ fn image() -> File {
     image
 }
 
-fn plan(runs: &[Range<u64>], limit: u64) -> Plan {
+fn plan(runs: impl IntoIterator<Item = Range<u64>>, limit: u64) -> Plan {
     let mut pages = PageSet::none(BYTES);
-    runs.iter().cloned().for_each(|run| pages.insert(run));
+    runs.into_iter().for_each(|run| pages.insert(run));
     Plan { set: HotSet::of("0".repeat(32), BYTES, &pages), limit }
 }
 
-fn loaded(runs: &[Range<u64>], limit: u64) -> (Memory, Prefetch) {
+fn loaded(runs: impl IntoIterator<Item = Range<u64>>, limit: u64) -> (Memory, Prefetch) {
     let lost = Box::new(|message: &str| panic!("{message}"));
     let plan = Some(plan(runs, limit));
     let loaded = paging::load(&MemoryMode::Private, BYTES, image(), plan, lost);
@@ -53,7 +54,7 @@ fn info(state: PrefetchState, pages: u64, planned: u64, left_out: u64) -> Prefet
 
 #[test]
 fn pages_of_a_mapping_are_there_and_nobodys_own() {
-    let (memory, mut prefetch) = loaded(&DATA, 1 << 30);
+    let (memory, mut prefetch) = loaded(DATA, 1 << 30);
     assert_eq!(prefetch.progress().info(), info(PrefetchState::Waiting, 0, 0, 0));
     assert_eq!(pages::present(&memory).unwrap().count(), 0);
     prefetch.start();
@@ -67,8 +68,7 @@ fn pages_of_a_mapping_are_there_and_nobodys_own() {
 
 #[test]
 fn holes_and_what_is_beyond_the_limit_are_left_out() {
-    let all = 0..BYTES / PAGE;
-    let (memory, mut prefetch) = loaded(std::slice::from_ref(&all), 65 * PAGE + 1);
+    let (memory, mut prefetch) = loaded(once(0..BYTES / PAGE), 65 * PAGE + 1);
     prefetch.start();
     let told = end(&prefetch);
     assert_eq!((told.state, told.pages, told.planned_pages), (PrefetchState::Over, 65, 65));
@@ -79,7 +79,7 @@ fn holes_and_what_is_beyond_the_limit_are_left_out() {
 
 #[test]
 fn what_this_process_has_written_to_or_given_back_is_not_touched() {
-    let (memory, mut prefetch) = loaded(&[16..80], 1 << 30);
+    let (memory, mut prefetch) = loaded(once(16..80), 1 << 30);
     for page in [16, 40, 41] {
         memory.write_obj(7_u64, GuestAddress(page * PAGE)).unwrap();
     }
@@ -90,14 +90,14 @@ fn what_this_process_has_written_to_or_given_back_is_not_touched() {
 
 #[test]
 fn what_is_cancelled_before_it_begins_never_does() {
-    let (memory, mut prefetch) = loaded(&DATA, 1 << 30);
+    let (memory, mut prefetch) = loaded(DATA, 1 << 30);
     prefetch.progress().cancel();
     prefetch.start();
     assert_eq!(end(&prefetch), info(PrefetchState::Cancelled, 0, 0, 0));
     assert_eq!(pages::present(&memory).unwrap().count(), 0);
 }
 
-fn by_handler(runs: &[Range<u64>]) -> (Prefetch, Feed) {
+fn by_handler(runs: impl IntoIterator<Item = Range<u64>>) -> (Prefetch, Feed) {
     let memory = crate::memory::fresh(BYTES).unwrap();
     let (mut prefetch, feed) =
         Prefetch::by_handler(plan(runs, 1 << 30), paging::regions(&memory), image()).unwrap();
@@ -107,7 +107,7 @@ fn by_handler(runs: &[Range<u64>]) -> (Prefetch, Feed) {
 
 #[test]
 fn a_handler_gets_all_pages_in_pieces_and_is_told_the_end() {
-    let (prefetch, feed) = by_handler(&DATA);
+    let (prefetch, feed) = by_handler(DATA);
     let mut pieces = Vec::new();
     while let Some(pages) = feed.pieces.recv().unwrap() {
         pieces.push(pages.content.len() as u64 / PAGE);
@@ -122,7 +122,7 @@ fn a_handler_gets_all_pages_in_pieces_and_is_told_the_end() {
 
 #[test]
 fn a_cancelled_thread_ends_although_nobody_takes_its_pages() {
-    let (prefetch, feed) = by_handler(&[0..BYTES / PAGE]);
+    let (prefetch, feed) = by_handler(once(0..BYTES / PAGE));
     prefetch.progress().cancel();
     assert!(feed.progress.has_ended());
     drop(feed);
@@ -134,7 +134,7 @@ fn a_cancelled_thread_ends_although_nobody_takes_its_pages() {
 #[test]
 fn a_file_that_is_shorter_than_memory_ends_it_and_nothing_else() {
     let memory = crate::memory::fresh(BYTES).unwrap();
-    let (image, plan) = (image(), plan(&[0..64], 1 << 30));
+    let (image, plan) = (image(), plan(once(0..64), 1 << 30));
     image.set_len(PAGE).unwrap();
     let (mut prefetch, _feed) =
         Prefetch::by_handler(plan, paging::regions(&memory), image).unwrap();
