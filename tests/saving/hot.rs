@@ -66,7 +66,8 @@ fn over(guests: &Guests, api: &str) -> PrefetchInfo {
 fn page_map(running: &Running, pages: std::ops::Range<u64>) -> Vec<u64> {
     let process = format!("/proc/{}", running.pid());
     let maps = fs::read_to_string(format!("{process}/maps")).unwrap();
-    let ranges = maps.lines().map(|line| {
+    // Heaps of threads are as large, before they may be written to.
+    let ranges = maps.lines().filter(|line| line.contains(" rw-p ")).map(|line| {
         let (start, end) = line.split(' ').next().unwrap().split_once('-').unwrap();
         [start, end].map(|address| u64::from_str_radix(address, 16).unwrap())
     });

@@ -266,6 +266,8 @@ struct Piece {
     host_address: u64,
     file_offset: u64,
     bytes: u64,
+    /// It need not be read to be zeros.
+    is_hole: bool,
 }
 
 /// What the thread has to do, and with what.
@@ -291,7 +293,9 @@ impl Work {
         let (mut asked, mut brought) = (0, 0);
         for piece in &pieces {
             while let Some(next) = ahead.next_if(|_| asked < brought + AHEAD) {
-                read_ahead(&self.image, next);
+                if !next.is_hole {
+                    read_ahead(&self.image, next);
+                }
                 asked += next.bytes;
             }
             if !progress.is_running() || !self.bring(piece, progress)? {
@@ -316,12 +320,16 @@ impl Work {
                 left_out += (run.end - run.start) * PAGE;
                 continue;
             }
-            for part in self.stored(run.start * PAGE..run.end * PAGE)? {
+            for (part, is_hole) in self.parts(run.start * PAGE..run.end * PAGE)? {
                 let taken = (part.end - part.start).min(room);
                 left_out += part.end - part.start - taken;
                 room -= taken;
-                cut(&self.regions, part.start..part.start + taken, &mut pieces);
+                cut(&self.regions, part.start..part.start + taken, is_hole, &mut pieces);
             }
+        }
+        // Beyond its end a file looks like a hole, and would be taken for zeros.
+        if self.image.metadata()?.len() < self.plan.set.memory_bytes {
+            return Err(io::Error::other("the memory file has become shorter"));
         }
         let bytes: u64 = pieces.iter().map(|piece| piece.bytes).sum();
         progress.0.planned.set(bytes / PAGE);
@@ -329,17 +337,23 @@ impl Work {
         Ok(pieces)
     }
 
-    /// The parts of the file that are not holes. Those cost a mapping no read, and would only fill the
-    /// page cache; for a fault handler they are as good as others, since they take no memory.
-    fn stored(&self, range: Range<u64>) -> io::Result<Vec<Range<u64>>> {
-        if matches!(self.to, To::Handler(_)) {
-            return Ok(vec![range]);
-        }
+    /// The parts of the file that are brought in, and whether each is a hole. A mapping needs none of
+    /// those: there is nothing to read, and they would only fill the page cache. To a fault handler they
+    /// are worth a fault each, and take no memory.
+    fn parts(&self, range: Range<u64>) -> io::Result<Vec<(Range<u64>, bool)>> {
         let (mut parts, mut at) = (Vec::new(), range.start);
+        let wants_holes = matches!(self.to, To::Handler(_));
+        let hole = |hole: Range<u64>, parts: &mut Vec<_>| {
+            if wants_holes && !hole.is_empty() {
+                parts.push((hole, true));
+            }
+        };
         while let Some((start, stop)) = next_data(&self.image, at, range.end)? {
-            parts.push(start..stop);
+            hole(at..start, &mut parts);
+            parts.push((start..stop, false));
             at = stop;
         }
+        hole(at..range.end, &mut parts);
         Ok(parts)
     }
 
@@ -355,7 +369,9 @@ impl Work {
             }
             To::Handler(supply) => {
                 let mut content = vec![0; usize::try_from(piece.bytes).unwrap_or(0)];
-                self.image.read_exact_at(&mut content, piece.file_offset)?;
+                if !piece.is_hole {
+                    self.image.read_exact_at(&mut content, piece.file_offset)?;
+                }
                 Ok(supply.give(Some(Pages { host_address: piece.host_address, content })))
             }
         }
@@ -363,14 +379,14 @@ impl Work {
 }
 
 /// Adds the bytes of a file of all RAM to `pieces`, each of which is within one region.
-fn cut(regions: &[Region], range: Range<u64>, pieces: &mut Vec<Piece>) {
+fn cut(regions: &[Region], range: Range<u64>, is_hole: bool, pieces: &mut Vec<Piece>) {
     for region in regions {
         let end = range.end.min(region.file_offset.saturating_add(region.bytes));
         let mut at = range.start.max(region.file_offset);
         while at < end {
             let bytes = (end - at).min(PIECE);
             let host_address = region.host_address + (at - region.file_offset);
-            pieces.push(Piece { host_address, file_offset: at, bytes });
+            pieces.push(Piece { host_address, file_offset: at, bytes, is_hole });
             at += bytes;
         }
     }
@@ -409,6 +425,7 @@ fn untouched(memory: &Memory, piece: &Piece) -> Vec<Piece> {
                 host_address: piece.host_address + at,
                 file_offset: piece.file_offset + at,
                 bytes: PAGE,
+                is_hole: piece.is_hole,
             }),
         }
     }
