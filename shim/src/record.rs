@@ -37,6 +37,12 @@ impl Identity {
         let stat = fs::read_to_string(format!("/proc/{}/stat", self.pid)).unwrap_or_default();
         started(&stat) == Some(self.started) && !is_zombie(&stat)
     }
+
+    /// Whether it does nothing until it is told to go on (SIGSTOP).
+    pub fn is_stopped(&self) -> bool {
+        let stat = fs::read_to_string(format!("/proc/{}/stat", self.pid)).unwrap_or_default();
+        started(&stat) == Some(self.started) && matches!(fields(&stat).next(), Some("T" | "t"))
+    }
 }
 
 /// The fields after the name, which may have blanks and parentheses itself.
@@ -104,6 +110,24 @@ mod tests {
         let me = Identity::of(std::process::id()).unwrap();
         assert!(me.lives());
         assert!(!Identity { started: me.started + 1, ..me }.lives());
+    }
+
+    #[test]
+    fn who_is_stopped_is_known() {
+        let mut child = std::process::Command::new("sleep").arg("100").spawn().unwrap();
+        let it = Identity::of(child.id()).unwrap();
+        assert!(!it.is_stopped());
+        let pid = nix::unistd::Pid::from_raw(child.id() as i32);
+        nix::sys::signal::kill(pid, nix::sys::signal::Signal::SIGSTOP).unwrap();
+        let deadline = std::time::Instant::now() + std::time::Duration::from_secs(10);
+        while !it.is_stopped() {
+            assert!(std::time::Instant::now() < deadline, "it is not stopped");
+            std::thread::yield_now();
+        }
+        assert!(it.lives());
+        child.kill().unwrap();
+        child.wait().unwrap();
+        assert!(!it.is_stopped());
     }
 
     #[test]

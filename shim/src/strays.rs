@@ -25,7 +25,7 @@ pub struct Of<'a> {
 }
 
 impl Of<'_> {
-    /// All that there are, but for the process that asks.
+    /// All that are stopped, but for the process that asks.
     pub fn find(&self) -> Vec<Identity> {
         let entries = fs::read_dir("/proc").into_iter().flatten().flatten();
         let pids = entries.filter_map(|entry| entry.file_name().to_str()?.parse::<u32>().ok());
@@ -35,6 +35,7 @@ impl Of<'_> {
             self.is_one(&String::from_utf8_lossy(&line))
         })
         .filter_map(Identity::of)
+        .filter(Identity::is_stopped)
         .collect()
     }
 
