@@ -21,6 +21,8 @@ mod cuts;
 mod endings;
 #[path = "shim/faults.rs"]
 mod faults;
+#[path = "shim/ladders.rs"]
+mod ladders;
 #[path = "shim/leaks.rs"]
 mod leaks;
 #[path = "shim/network.rs"]
@@ -41,6 +43,7 @@ fn main() -> ExitCode {
         cuts::trials(),
         network::trials(),
         faults::trials(),
+        ladders::trials(),
         leaks::trials(),
         upgrade::trials(),
     ];

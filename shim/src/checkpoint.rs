@@ -21,6 +21,7 @@ use serde_json::Value;
 use crate::config::Config;
 use crate::container::Container;
 use crate::error::{Error, Result, io};
+use crate::ladder::Ladder;
 use crate::life::{Phase, Step};
 use crate::lifecycle::New;
 use crate::network::{self, Network};
@@ -288,6 +289,7 @@ impl Sandbox {
         spec: Value,
         new: &New,
         origin: &Origin,
+        ladder: &Ladder,
     ) -> Result<()> {
         let _one = self.booting.lock().await;
         if !matches!(self.life.now(), Phase::Unborn) {
@@ -302,6 +304,7 @@ impl Sandbox {
         self.wish(&spec)?;
         // The guest has its files open: they are there before it is.
         self.lay_out(container, new.rootfs.clone(), folder, adapted).await?;
+        ladder.reach("files");
         let network = match network::namespace(&spec)? {
             Some(path) => network::connect(path).await?,
             // A checkpoint of earlier releases has none.
@@ -309,19 +312,25 @@ impl Sandbox {
             None => network::wait_for_one().await?,
         };
         origin.check_cards(&network)?;
-        let copy =
-            Copy { hostname: hostname(&spec, &container.id), container: container.inside.clone() };
+        ladder.reach("network");
+        let copy = Copy {
+            hostname: hostname(&spec, &container.id),
+            container: container.inside.clone(),
+            wishes: self.wishes(),
+        };
         let snapshot = origin.folder.join(VM);
         self.seat(&spec)?;
         let vmm = Vmm::copy(&self.config, &self.place, &snapshot, &network, &copy.hostname)?;
         self.write_down(Some(vmm.identity))?;
-        let (network, wishes) = (Arc::new(network), self.wishes());
-        let vm = Vm::copied(vmm, &self.config, &self.place, network, &copy, &wishes).await?;
+        ladder.reach("vmm");
+        let network = Arc::new(network);
+        let vm = Vm::copied(vmm, &self.config, &self.place, network, &copy, ladder).await?;
         let vm = Arc::new(vm);
         self.life.take(&Step::Boot(vm.clone()))?;
         container.init.adopt(&vm.guest, &origin.saved).await?;
         container.init.set_pid(vm.vmm.identity.pid);
         self.watch(container, &container.init);
+        ladder.reach("container");
         tracing::info!(from = %origin.folder.display(), "a VM goes on from a checkpoint");
         Ok(())
     }

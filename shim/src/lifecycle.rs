@@ -13,6 +13,7 @@ use tokio::task::spawn_blocking;
 use crate::checkpoint::Origin;
 use crate::container::Container;
 use crate::error::{Error, Result, io};
+use crate::ladder::{Ladder, Operation};
 use crate::process::{End, Process};
 use crate::rootfs::{self, Root};
 use crate::sandbox::{KILLED, Sandbox};
@@ -65,6 +66,13 @@ pub fn read_spec(bundle: &Path) -> Result<Value> {
 impl Sandbox {
     /// Makes a container, ready to be started.
     pub async fn create(self: &Arc<Self>, new: New) -> Result<Arc<Container>> {
+        let (ladder, id) = (Ladder::begin(Operation::Create), new.id.clone());
+        let made = self.make_new(new, &ladder).await;
+        self.tell_ladder(&id, &ladder, &made);
+        made
+    }
+
+    async fn make_new(self: &Arc<Self>, new: New, ladder: &Ladder) -> Result<Arc<Container>> {
         bootstrap::check_name("container", &new.id)?;
         new.stdio.check()?;
         let spec = read_spec(&new.bundle)?;
@@ -73,14 +81,16 @@ impl Sandbox {
         let origin = Origin::of(&spec, &new.checkpoint, &self.config)?;
         let mut container = Container::new(&new.id, new.bundle.clone(), new.stdio.clone());
         if let Some(origin) = &origin {
+            ladder.is(Operation::Restore);
             container.goes_on_from(origin.saved.clone());
         }
         let container = Arc::new(container);
         self.add(&container)?;
         let changing = container.changing.lock().await;
+        ladder.reach("spec");
         let made = match &origin {
-            Some(origin) => self.make_copy(&container, spec, &new, origin).await,
-            None => self.make(&container, spec, &new).await,
+            Some(origin) => self.make_copy(&container, spec, &new, origin, ladder).await,
+            None => self.make(&container, spec, &new, ladder).await,
         };
         if made.is_err() {
             self.unmake(&container).await;
@@ -95,6 +105,7 @@ impl Sandbox {
         container: &Arc<Container>,
         spec: Value,
         new: &New,
+        ladder: &Ladder,
     ) -> Result<()> {
         let folder = new.bundle.join(spec["root"]["path"].as_str().unwrap_or("rootfs"));
         let adapted = spec::adapt(spec.clone(), &container.inside)?;
@@ -102,11 +113,12 @@ impl Sandbox {
         // Files are mounted while the guest boots. Both are waited for even if one fails: what is
         // mounted later would be left.
         let (vm, laid_out) = tokio::join!(
-            self.booted(&spec),
-            self.lay_out(container, new.rootfs.clone(), folder, adapted)
+            self.booted(&spec, ladder),
+            ladder.beside("files", self.lay_out(container, new.rootfs.clone(), folder, adapted))
         );
         laid_out?;
         let vm = vm?;
+        ladder.reach("rest_of_files");
         container.init.launch(&vm.guest, oci::create(&container.inside)).await?;
         let state = oci::created(&vm.guest, &container.inside, "").await?;
         if state.status != "created" {
@@ -115,6 +127,7 @@ impl Sandbox {
         }
         container.init.set_pid(vm.vmm.identity.pid);
         self.watch(container, &container.init);
+        ladder.reach("container");
         Ok(())
     }
 

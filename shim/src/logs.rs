@@ -6,7 +6,7 @@ use std::fs::{File, OpenOptions};
 use std::io::{self, Write};
 use std::os::unix::fs::OpenOptionsExt;
 use std::path::Path;
-use std::sync::{Arc, Mutex, PoisonError};
+use std::sync::{Arc, Mutex, OnceLock, PoisonError};
 
 use tracing::Level;
 use tracing_subscriber::filter::LevelFilter;
@@ -30,11 +30,24 @@ impl Write for Log {
     }
 }
 
+/// The one that is installed.
+static LOG: OnceLock<Log> = OnceLock::new();
+
+/// Writes a line of its own form, as it is, for programs that read the log.
+pub fn line(text: &str) {
+    if let Some(mut log) = LOG.get().cloned() {
+        // At once, so that no other line comes between. Never fails.
+        let _ = log.write(format!("{text}\n").as_bytes());
+    }
+}
+
 /// Sends what is logged from here on to the FIFO at `path`, if there is one.
 pub fn install(path: &Path, debug: bool) {
     let mut options = OpenOptions::new();
     options.read(true).write(true).custom_flags(libc::O_NONBLOCK | libc::O_CLOEXEC);
     let log = Log(Arc::new(Mutex::new(options.open(path).ok())));
+    // Only the first one counts.
+    let _ = LOG.set(log.clone());
     let level = if debug { Level::DEBUG } else { Level::INFO };
     let subscriber = tracing_subscriber::fmt()
         .with_ansi(false)

@@ -11,7 +11,7 @@
 //! | `spec`, `sizing`, `rootfs`, `mount_points` | a container's spec, size and files |
 //! | `stdio`, `streams` | its streams |
 //! | `network`, `oom`, `cgroup` | a pod's interfaces, for the guest; who goes first when memory runs out; all processes of a VM |
-//! | `events`, `logs`, `record`, `place` | what is told, and written down, and where |
+//! | `events`, `logs`, `ladder`, `metrics`, `record`, `place` | what is told, and written down, and where |
 //! | `config`, `clock`, `error` | the operator's settings; times; refusals |
 
 mod annotations;
@@ -27,9 +27,11 @@ mod error;
 mod events;
 mod guest;
 mod hung;
+mod ladder;
 mod life;
 mod lifecycle;
 mod logs;
+mod metrics;
 mod mount_points;
 mod network;
 mod oci;

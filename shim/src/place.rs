@@ -6,6 +6,7 @@
 //!     vm.json              who runs here, see `record`
 //!     api.sock, vsock.sock the VMM's sockets
 //!     vmm.log              what the VMM had to say
+//!     metrics.prom         numbers for Prometheus, see `metrics`
 //!     paused               link to the folder of its state on the disk, if it was ever paused to it
 //!     share/               what the guest sees, at /run/cube/share
 //!         <container>/config.json, rootfs/, mounts/<n>, <exec>.json

@@ -87,11 +87,16 @@ pub struct Exit {
 
 /// Writes a record.
 pub fn write<T: Serialize>(path: &Path, record: &T) -> Result<()> {
+    let bytes = serde_json::to_vec(record).map_err(io(format!("write {}", path.display())))?;
+    put(path, &bytes)
+}
+
+/// Writes a file, all of it or nothing.
+pub fn put(path: &Path, bytes: &[u8]) -> Result<()> {
     let failed = || format!("write {}", path.display());
     let folder = path.parent().unwrap_or(Path::new("."));
     let mut file = tempfile::NamedTempFile::new_in(folder).map_err(io(failed()))?;
-    serde_json::to_writer(&mut file, record).map_err(io(failed()))?;
-    file.flush().map_err(io(failed()))?;
+    file.write_all(bytes).map_err(io(failed()))?;
     file.persist(path).map_err(|error| io(failed())(error.error))?;
     Ok(())
 }

@@ -18,7 +18,9 @@ use crate::config::Config;
 use crate::container::Container;
 use crate::error::{Error, Result};
 use crate::events::Events;
+use crate::ladder::{Ladder, Operation};
 use crate::life::{Life, Phase, Step};
+use crate::metrics::{self, Metrics};
 use crate::network;
 use crate::oci;
 use crate::place::Place;
@@ -56,6 +58,8 @@ pub struct Sandbox {
     pub config: Config,
     /// Where its events go.
     pub events: Events,
+    /// How its calls have gone.
+    pub metrics: Metrics,
     /// Its VM.
     pub life: Life<Arc<Vm>, Arc<Bed>>,
     /// Whoever talks to the guest for a purpose reads, so that it is not saved or ended in the midst
@@ -82,12 +86,14 @@ impl Sandbox {
         events: Events,
     ) -> Arc<Self> {
         let wishes = Mutex::new(Wishes::new(&config));
+        let metrics = Metrics::new(namespace, id, place.file(metrics::FILE));
         Arc::new(Self {
             namespace: namespace.to_owned(),
             id: id.to_owned(),
             place,
             config,
             events,
+            metrics,
             life: Life::default(),
             quiet: RwLock::default(),
             snapshots: AtomicU64::default(),
@@ -170,15 +176,18 @@ impl Sandbox {
     }
 
     /// The VM, booted now if this is the first container. A VM that is gone is not booted anew.
-    pub async fn booted(&self, spec: &Value) -> Result<Arc<Vm>> {
+    pub async fn booted(&self, spec: &Value, ladder: &Ladder) -> Result<Arc<Vm>> {
         let _one = self.booting.lock().await;
         match self.life.now() {
             Phase::Unborn => {
-                let vm = Arc::new(self.boot(spec).await?);
+                let vm = Arc::new(self.boot(spec, ladder).await?);
                 self.life.take(&Step::Boot(vm.clone()))?;
                 Ok(vm)
             }
-            Phase::Awake(vm) | Phase::FallingAsleep(vm) if vm.lives() => Ok(vm),
+            Phase::Awake(vm) | Phase::FallingAsleep(vm) if vm.lives() => {
+                ladder.is(Operation::Add);
+                Ok(vm)
+            }
             Phase::Awake(vm) | Phase::FallingAsleep(vm) => {
                 let how = vm.vmm.ended().borrow().clone().unwrap_or_default();
                 Err(Error::State(format!("sandbox {} is over: {how}", self.id)))
@@ -191,12 +200,13 @@ impl Sandbox {
         }
     }
 
-    async fn boot(&self, spec: &Value) -> Result<Vm> {
+    async fn boot(&self, spec: &Value, ladder: &Ladder) -> Result<Vm> {
         let size = Size::of(spec, &self.config)?;
         let network = match network::namespace(spec)? {
             Some(path) => network::connect(path).await?,
             None => network::wait_for_one().await?,
         };
+        ladder.reach("network");
         let mut config = self.config.clone();
         let name = "cube.vm.kernel.path";
         if let Some(kernel) = spec["annotations"][name].as_str() {
@@ -206,7 +216,8 @@ impl Sandbox {
         self.seat(spec)?;
         let vmm = Vmm::start(&config, &self.place, size, &network)?;
         self.write_down(Some(vmm.identity))?;
-        let vm = Vm::boot(vmm, &self.config, &self.place, Arc::new(network)).await?;
+        ladder.reach("vmm");
+        let vm = Vm::boot(vmm, &self.config, &self.place, Arc::new(network), ladder).await?;
         tracing::info!(cpus = size.cpus, memory_mib = size.memory_mib, "the VM is ready");
         Ok(vm)
     }
@@ -328,6 +339,7 @@ impl Sandbox {
         if let Some(group) = self.group.get() {
             group.ended().await;
         }
+        self.metrics.close();
         let place = self.place.clone();
         let cleared = tokio::task::spawn_blocking(move || place.clear()).await;
         if let Ok(Err(error)) = cleared {

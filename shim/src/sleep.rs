@@ -18,6 +18,7 @@ use tokio::task::spawn_blocking;
 
 use crate::container::{Container, Sleep};
 use crate::error::{Error, Result};
+use crate::ladder::{Ladder, Operation};
 use crate::life::{Phase, Step};
 use crate::network::Network;
 use crate::process::Process;
@@ -49,56 +50,76 @@ impl Sandbox {
     /// Stops a container where it is; to disk, all of the sandbox.
     pub async fn pause(self: &Arc<Self>, container: &Arc<Container>) -> Result<()> {
         let (sandbox, container) = (self.clone(), container.clone());
+        let ladder = Ladder::begin(Operation::Pause);
         // Goes through to its end, whether or not the caller waits for it.
         to_its_end(async move {
-            let _changing = container.changing.lock().await;
-            if container.status(&container.init) != Status::RUNNING {
-                return Err(Error::State(format!(
-                    "task {} is not running, so it cannot be paused",
-                    container.id
-                )));
-            }
-            if sandbox.wishes().pause_to == PauseTo::Disk {
-                return sandbox.fall_asleep().await;
-            }
-            let _quiet = sandbox.quiet.read().await;
-            let vm = sandbox.vm()?;
-            if sandbox.is_alone(&container) {
-                vm.vmm.ask(&Request::Pause {}).await?;
-            } else {
-                oci::pause(&vm.guest, &container.inside).await?;
-            }
-            container.set_paused(true);
-            sandbox.tell_paused(&container);
-            Ok(())
+            let paused = sandbox.do_pause(&container, &ladder).await;
+            sandbox.tell_ladder(&container.id, &ladder, &paused);
+            paused
         })
         .await
+    }
+
+    async fn do_pause(&self, container: &Container, ladder: &Ladder) -> Result<()> {
+        let _changing = container.changing.lock().await;
+        if container.status(&container.init) != Status::RUNNING {
+            return Err(Error::State(format!(
+                "task {} is not running, so it cannot be paused",
+                container.id
+            )));
+        }
+        if self.wishes().pause_to == PauseTo::Disk {
+            return self.fall_asleep(ladder).await;
+        }
+        let _quiet = self.quiet.read().await;
+        ladder.reach("quiet");
+        let vm = self.vm()?;
+        if self.is_alone(container) {
+            vm.vmm.ask(&Request::Pause {}).await?;
+        } else {
+            oci::pause(&vm.guest, &container.inside).await?;
+        }
+        ladder.reach("stopped");
+        container.set_paused(true);
+        self.tell_paused(container);
+        Ok(())
     }
 
     /// Lets it go on. Done when the guest has answered.
     pub async fn resume(self: &Arc<Self>, container: &Arc<Container>) -> Result<()> {
         let (sandbox, container) = (self.clone(), container.clone());
+        let ladder = Ladder::begin(Operation::Resume);
         to_its_end(async move {
-            let _changing = container.changing.lock().await;
-            if !container.is_paused() {
-                return Err(Error::State(format!("task {} is not paused", container.id)));
-            }
-            if sandbox.life.is_asleep() {
-                return sandbox.wake().await;
-            }
-            let _quiet = sandbox.quiet.read().await;
-            let vm = sandbox.vm()?;
-            if sandbox.is_alone(&container) {
-                vm.vmm.ask(&Request::Resume {}).await?;
-                vm.guest.call(&guest_protocol::Request::Ping).await?;
-            } else {
-                oci::resume(&vm.guest, &container.inside).await?;
-            }
-            container.set_paused(false);
-            sandbox.tell_resumed(&container);
-            Ok(())
+            let resumed = sandbox.do_resume(&container, &ladder).await;
+            sandbox.tell_ladder(&container.id, &ladder, &resumed);
+            resumed
         })
         .await
+    }
+
+    async fn do_resume(&self, container: &Container, ladder: &Ladder) -> Result<()> {
+        let _changing = container.changing.lock().await;
+        if !container.is_paused() {
+            return Err(Error::State(format!("task {} is not paused", container.id)));
+        }
+        if self.life.is_asleep() {
+            return self.wake(ladder).await;
+        }
+        let _quiet = self.quiet.read().await;
+        ladder.reach("quiet");
+        let vm = self.vm()?;
+        if self.is_alone(container) {
+            vm.vmm.ask(&Request::Resume {}).await?;
+            ladder.reach("running");
+            vm.guest.call(&guest_protocol::Request::Ping).await?;
+            ladder.reach("agent");
+        } else {
+            oci::resume(&vm.guest, &container.inside).await?;
+            ladder.reach("running");
+        }
+        container.set_paused(false);
+        self.tell_resumed(container);
+        Ok(())
     }
 
     fn tell_paused(&self, container: &Container) {
@@ -112,14 +133,16 @@ impl Sandbox {
     }
 
     /// Brings the VM to the disk.
-    async fn fall_asleep(&self) -> Result<()> {
+    async fn fall_asleep(&self, ladder: &Ladder) -> Result<()> {
+        ladder.is(Operation::PauseToDisk);
         let _quiet = self.quiet.write().await;
+        ladder.reach("quiet");
         let start = Instant::now();
         let Phase::FallingAsleep(vm) = self.life.take(&Step::FallAsleep)? else {
             return Err(Error::State("the VM is gone".to_owned()));
         };
         self.set_sleep(Sleep::FallingAsleep);
-        let bed = match self.save(&vm).await {
+        let bed = match self.save(&vm, ladder).await {
             Ok(bed) => bed,
             Err(error) => {
                 self.stay_awake(&vm).await;
@@ -134,6 +157,7 @@ impl Sandbox {
         self.set_sleep(Sleep::Asleep);
         // The state is whole; what fails from here on takes nothing away.
         vm.vmm.kill().await;
+        ladder.reach("gone");
         self.set_pids(std::process::id());
         if let Err(error) = self.write_down(None) {
             tracing::warn!(%error, "the end of the VM is not written down");
@@ -144,9 +168,10 @@ impl Sandbox {
     }
 
     /// Writes the state of the VM, which stands still afterwards.
-    async fn save(&self, vm: &Vm) -> Result<Bed> {
+    async fn save(&self, vm: &Vm, ladder: &Ladder) -> Result<Bed> {
         let snapshot = self.next_snapshot()?;
         self.let_go(vm).await?;
+        ladder.reach("streams");
         let request = SnapshotRequest { keep_paused: true, ..SnapshotRequest::new(&snapshot) };
         let saved = match vm.vmm.ask_long(&Request::Snapshot(request)).await {
             Ok(Reply::Saved(report)) => report,
@@ -155,6 +180,7 @@ impl Sandbox {
             }
             Err(error) => return Err(error),
         };
+        ladder.reach("saved");
         tracing::info!(
             us = saved.total_us,
             bytes = saved.memory_bytes,
@@ -206,13 +232,15 @@ impl Sandbox {
     }
 
     /// Makes a VM of the state on the disk.
-    async fn wake(self: &Arc<Self>) -> Result<()> {
+    async fn wake(&self, ladder: &Ladder) -> Result<()> {
+        ladder.is(Operation::ResumeFromDisk);
         let _quiet = self.quiet.write().await;
+        ladder.reach("quiet");
         let start = Instant::now();
         let Phase::Waking(bed) = self.life.take(&Step::Wake)? else {
             return Err(Error::State("the VM's state is gone".to_owned()));
         };
-        let vm = match self.go_on(&bed).await {
+        let vm = match self.go_on(&bed, ladder).await {
             Ok(vm) => Arc::new(vm),
             Err(error) => {
                 self.life.take(&Step::SleepOn)?;
@@ -229,6 +257,7 @@ impl Sandbox {
         self.set_sleep(Sleep::Awake);
         self.bury(&vm).await;
         remove(&bed.snapshot).await;
+        ladder.reach("cleared");
         let running = self.running();
         for container in running.iter().filter(|container| !container.is_frozen()) {
             self.tell_resumed(container);
@@ -237,20 +266,22 @@ impl Sandbox {
         Ok(())
     }
 
-    async fn go_on(&self, bed: &Bed) -> Result<Vm> {
+    async fn go_on(&self, bed: &Bed, ladder: &Ladder) -> Result<Vm> {
         let vmm = Vmm::restore(&self.config, &self.place, &bed.snapshot, &bed.network)?;
         if let Err(error) = self.write_down(Some(vmm.identity)) {
             vmm.kill().await;
             return Err(error);
         }
+        ladder.reach("vmm");
         let (network, wishes) = (bed.network.clone(), self.wishes());
-        let vm = Vm::go_on(vmm, &self.config, &self.place, network, &wishes).await?;
+        let vm = Vm::go_on(vmm, &self.config, &self.place, network, &wishes, ladder).await?;
         for process in self.processes() {
             if let Err(error) = process.attach(&vm.guest, true).await {
                 vm.vmm.kill().await;
                 return Err(error);
             }
         }
+        ladder.reach("streams");
         Ok(vm)
     }
 

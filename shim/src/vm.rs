@@ -7,6 +7,7 @@ use std::time::Duration;
 use crate::config::Config;
 use crate::error::{Error, Result};
 use crate::guest::Guest;
+use crate::ladder::Ladder;
 use crate::network::Network;
 use crate::oci;
 use crate::place::{GUEST_SHARE, Place};
@@ -25,6 +26,8 @@ pub struct Copy {
     pub hostname: String,
     /// Its container, by its name in the guest.
     pub container: String,
+    /// What must answer before it is ready.
+    pub wishes: Wishes,
 }
 
 /// A VM whose guest is ready.
@@ -68,9 +71,10 @@ impl Vm {
         config: &Config,
         place: &Place,
         network: Arc<Network>,
+        ladder: &Ladder,
     ) -> Result<Self> {
         let vm = Self::new(vmm, place, network);
-        let done = vm.prepare(config, &vm.network().script()).await;
+        let done = vm.prepare(config, &vm.network().script(), ladder).await;
         vm.or_ended(done).await
     }
 
@@ -91,12 +95,16 @@ impl Vm {
         place: &Place,
         network: Arc<Network>,
         wishes: &Wishes,
+        ladder: &Ladder,
     ) -> Result<Self> {
         let vm = Self::new(vmm, place, network);
         let answers = async {
             vm.vmm.ready(Duration::from_secs(config.boot_timeout_s)).await?;
             vm.guest.call(&guest_protocol::Request::Ping).await?;
-            vm.answers(wishes).await
+            ladder.reach("agent");
+            vm.answers(wishes).await?;
+            ladder.reach("ready");
+            Ok(())
         };
         let done = answers.await;
         vm.or_ended(done).await
@@ -110,14 +118,18 @@ impl Vm {
         place: &Place,
         network: Arc<Network>,
         copy: &Copy,
-        wishes: &Wishes,
+        ladder: &Ladder,
     ) -> Result<Self> {
         let vm = Self::new(vmm, place, network);
         let becomes = async {
             vm.vmm.ready(Duration::from_secs(config.boot_timeout_s)).await?;
+            ladder.reach("agent");
             vm.set_up("take its network", &vm.network().renewal()).await?;
             vm.rename(copy).await?;
-            vm.answers(wishes).await
+            ladder.reach("identity");
+            vm.answers(&copy.wishes).await?;
+            ladder.reach("ready");
+            Ok(())
         };
         let done = becomes.await;
         vm.or_ended(done).await
@@ -156,13 +168,15 @@ impl Vm {
         Ok(())
     }
 
-    async fn prepare(&self, config: &Config, network: &str) -> Result<()> {
+    async fn prepare(&self, config: &Config, network: &str, ladder: &Ladder) -> Result<()> {
         self.vmm.ready(Duration::from_secs(config.boot_timeout_s)).await?;
+        ladder.reach("agent");
         let files = format!("mkdir -p {GUEST_SHARE} && mount -t virtiofs cube {GUEST_SHARE}");
         tokio::try_join!(
             self.set_up("mount its files", &files),
             self.set_up("set up its network", network),
         )?;
+        ladder.reach("set_up");
         Ok(())
     }
 

@@ -225,6 +225,15 @@ impl Containerd {
         fs::read_to_string(self.folder.path().join("log")).unwrap_or_default()
     }
 
+    /// The lines of the log that tell how long the calls of a container took, and their operation.
+    pub fn ladders(&self, id: &str) -> Vec<(String, serde_json::Value)> {
+        let log = self.log();
+        let lines = log.lines().filter(|line| line.starts_with("{\"event\":\"ladder\""));
+        let told = lines.map(|line| serde_json::from_str::<serde_json::Value>(line).unwrap());
+        let of_it = told.filter(|line| line["container"] == id);
+        of_it.map(|line| (line["operation"].as_str().unwrap().to_owned(), line)).collect()
+    }
+
     /// What the runtime has on this host, in words: processes, mounts, sockets, folders, control
     /// groups.
     pub fn leftovers() -> Vec<String> {

@@ -107,6 +107,8 @@ fn copies_of_a_sandbox_go_on_as_machines_of_their_own() {
         assert_eq!(detach(&containerd, &id, &words.collect::<Vec<_>>(), "not run"), "");
         // At the first try: whoever creates it has waited.
         assert_eq!(pod.answer().unwrap(), format!("{id}\n"));
+        let restored = || containerd.ladders(&id).iter().any(|(name, _)| name == "restore");
+        eventually("its restore is told", restored);
         let look = "echo $WHO; hostname; cat /sys/class/net/eth0/address; \
                     cat /proc/sys/kernel/random/uuid; ip -4 -o addr show eth0";
         let said = containerd.exec(&id, "look", &["sh", "-c", look]);
