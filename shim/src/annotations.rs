@@ -23,6 +23,7 @@ const LAYERS: &str = "containers' roots come from containerd's snapshotter, in t
 const SHARES: &str = "host folders are mounts of the spec, of type bind";
 const GIVEN: &str = "interfaces, addresses and routes are taken from the pod's network namespace";
 const VFIO: &str = "there is no passthrough of devices";
+const STILL: &str = "a sandbox is not kept still for others yet";
 const LINEAGE: &str = "what a snapshot comes from is in its own folder";
 
 /// All that are known.
@@ -80,6 +81,11 @@ pub const KNOWN: &[(&str, Treatment)] = &[
         "cube.pause.delete_tombstone",
         PassedOver("a paused sandbox leaves nothing when it is deleted"),
     ),
+    ("cube.shimapi.update.action", Followed),
+    ("cube.shimapi.update.pause.snapshot_config", Followed),
+    ("cube.shimapi.update.rollback.restore_config", Refused("a sandbox does not go back yet")),
+    ("cube.shimapi.update.snapshot.capture_config", Refused(STILL)),
+    ("cube.shimapi.update.snapshot.id", Refused(STILL)),
     ("cube.product", PassedOver("it is for others")),
     ("cube.vm.image.path", PassedOver("it is for others")),
     ("cube.runtime.config.path", PassedOver("settings are in /etc/cube/config.toml")),
@@ -89,9 +95,15 @@ pub const KNOWN: &[(&str, Treatment)] = &[
 
 /// Refuses a container that asks for what is not here, and logs what is passed over.
 pub fn check(spec: &Value) -> Result<()> {
-    let annotations = spec["annotations"].as_object().into_iter().flatten();
-    for (name, _) in annotations.filter(|(name, _)| name.starts_with("cube.")) {
-        match KNOWN.iter().find(|(known, _)| known == name).map(|(_, treatment)| treatment) {
+    check_names(
+        spec["annotations"].as_object().into_iter().flatten().map(|(name, _)| name.as_str()),
+    )
+}
+
+/// The same for those of any call.
+pub fn check_names<'a>(names: impl Iterator<Item = &'a str>) -> Result<()> {
+    for name in names.filter(|name| name.starts_with("cube.")) {
+        match KNOWN.iter().find(|(known, _)| *known == name).map(|(_, treatment)| treatment) {
             Some(Followed) => {}
             Some(PassedOver(reason)) => {
                 tracing::info!(name, reason, "an annotation is passed over")

@@ -9,6 +9,8 @@
 //! and its volumes are those of its own spec, and stand where the guest knows them: what has the same
 //! name is the same file to it.
 
+mod plan;
+
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
 
@@ -18,9 +20,11 @@ use hypervisor::api::{Reply, Request, SnapshotRequest};
 use serde::{Deserialize, Serialize};
 use serde_json::Value;
 
+pub use self::plan::Plan;
+use self::plan::make_folder;
 use crate::config::Config;
 use crate::container::Container;
-use crate::error::{Error, Result, io};
+use crate::error::{Error, Result};
 use crate::ladder::Ladder;
 use crate::life::{Phase, Step};
 use crate::lifecycle::New;
@@ -208,10 +212,7 @@ impl Sandbox {
         }
         let _quiet = self.quiet.write().await;
         let vm = self.vm()?;
-        if folder.join(POD).exists() {
-            return Err(Error::Exists(format!("the checkpoint {}", folder.display())));
-        }
-        std::fs::create_dir_all(folder).map_err(io(format!("make {}", folder.display())))?;
+        make_folder(folder)?;
         let frozen = self.frozen()?;
         let Some(frozen) = frozen else { return self.write_running(&vm, folder).await };
         // containerd pauses what it wants a checkpoint of. A guest that stands still lets go of
@@ -223,6 +224,13 @@ impl Sandbox {
             frozen.set_paused(false);
         }
         written
+    }
+
+    /// Makes a folder for a checkpoint that is about to be written. Refuses one that has something in
+    /// the places of its parts, which would be lost if it failed.
+    pub fn plan_checkpoint(&self, folder: &Path) -> Result<Plan> {
+        let pod = self.pod(&*self.vm()?);
+        Plan::make(folder, pod)
     }
 
     /// The container that is paused with its VM.

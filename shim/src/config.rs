@@ -4,7 +4,7 @@ use std::path::{Path, PathBuf};
 
 use serde::Deserialize;
 
-use crate::error::{Error, Result};
+use crate::error::{Error, Result, io};
 use crate::wishes::PauseTo;
 
 /// Where it is, unless the environment says otherwise.
@@ -103,6 +103,25 @@ impl Config {
         )))
     }
 
+    /// The folder that an annotation wants to be made, without links on the way to it. Refuses one
+    /// that annotations may not name.
+    pub fn check_new(&self, annotation: &str, path: &Path) -> Result<PathBuf> {
+        let (Some(parent), Some(name)) = (path.parent(), path.file_name()) else {
+            return Err(Error::Invalid(format!(
+                "the annotation {annotation} names {}, which is no new folder",
+                path.display()
+            )));
+        };
+        self.check_named(annotation, parent)?;
+        let parent = parent.canonicalize().map_err(io(format!("find {}", parent.display())))?;
+        let folder = parent.join(name);
+        // What is there already must not lead elsewhere.
+        if folder.symlink_metadata().is_ok() {
+            self.check_named(annotation, &folder)?;
+        }
+        Ok(folder)
+    }
+
     fn check(self) -> std::result::Result<Self, String> {
         if self.cpus == 0 || self.cpus > self.max_cpus {
             return Err(format!("cpus is {}, expected 1 to {}", self.cpus, self.max_cpus));
@@ -136,6 +155,28 @@ mod tests {
     #[test]
     fn the_file_that_is_installed_has_the_defaults() {
         assert_eq!(read(include_str!("../install/config.toml")).unwrap(), Config::default());
+    }
+
+    #[test]
+    fn a_new_folder_is_made_where_annotations_may_name_files_only() {
+        let (dir, elsewhere) = (tempfile::tempdir().unwrap(), tempfile::tempdir().unwrap());
+        let config = Config { annotation_dirs: vec![dir.path().into()], ..Config::default() };
+        let new = |path: &Path| config.check_new("cube.x", path);
+        let real = dir.path().canonicalize().unwrap();
+        assert_eq!(new(&dir.path().join("one")).unwrap(), real.join("one"));
+        std::os::unix::fs::symlink(elsewhere.path(), dir.path().join("link")).unwrap();
+        for refused in [
+            elsewhere.path().join("one"),
+            dir.path().join("link"),
+            dir.path().join("link/one"),
+            dir.path().join("none/one"),
+            dir.path().join("one/.."),
+            PathBuf::from("/"),
+        ] {
+            let error = new(&refused).unwrap_err();
+            assert!(matches!(error, Error::Invalid(_)), "{refused:?}: {error:?}");
+            assert!(error.to_string().contains("cube.x"), "{error}");
+        }
     }
 
     #[test]

@@ -6,7 +6,7 @@
 //! | `task`, `whole`, `lifecycle`, `hung`, `stats` | the Task service; what its calls do |
 //! | `sandbox`, `container`, `process` | what there is, and how it is |
 //! | `life`, `sleep`, `checkpoint` | where the VM is in its life; pauses; copies |
-//! | `annotations`, `wishes` | what pods ask for |
+//! | `annotations`, `wishes`, `actions` | what pods ask for, and what Update is asked for |
 //! | `vm`, `vmm`, `guest`, `oci` | the VM; its VMM; the agent in it; containers in it |
 //! | `spec`, `sizing`, `rootfs`, `mount_points` | a container's spec, size and files |
 //! | `stdio`, `streams` | its streams |
@@ -14,6 +14,7 @@
 //! | `events`, `logs`, `ladder`, `metrics`, `record`, `place` | what is told, and written down, and where |
 //! | `config`, `clock`, `error` | the operator's settings; times; refusals |
 
+mod actions;
 mod annotations;
 mod ask;
 mod bootstrap;
@@ -93,6 +94,9 @@ Usage, by containerd:
   -namespace NS -id ID -address SOCKET [-debug] start   find or make the shim of ID's pod
   -namespace NS -id ID -address SOCKET delete           end and clear what ID has left
   -namespace NS -id ID -address SOCKET checkpoint DIR   write ID's sandbox into the folder DIR
+  -namespace NS -id ID -address SOCKET update KEY=VALUE…  ask for an action, by annotations:
+      cube.shimapi.update.action=PauseToSnapshot
+      cube.shimapi.update.pause.snapshot_config='{\"destination_url\":\"file:///var/lib/cube/one\"}'
   -info                                                 print what runtime this is, as protobuf
   -v, --version                                         print the version
   --help                                                print this
@@ -133,12 +137,13 @@ fn run(flags: &Flags, args: &[String]) -> Result<()> {
             [.., action, folder] if action == "checkpoint" => ask::checkpoint(flags, folder),
             _ => Err(Error::Invalid("checkpoint needs a folder; see --help".to_owned())),
         },
+        "update" => ask::update(flags, args),
         "" if flags.id.is_empty() => {
             Err(Error::Invalid("this program is started by containerd; see --help".to_owned()))
         }
         "" => serve::serve(flags),
         other => Err(Error::Invalid(format!(
-            "no such action: {other:?}; expected start, delete or checkpoint"
+            "no such action: {other:?}; expected start, delete, checkpoint or update"
         ))),
     }
 }

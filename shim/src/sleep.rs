@@ -16,6 +16,7 @@ use containerd_shim_protos::types::task::Status;
 use hypervisor::api::{Reply, Request, SnapshotRequest};
 use tokio::task::spawn_blocking;
 
+use crate::checkpoint::Plan;
 use crate::container::{Container, Sleep};
 use crate::error::{Error, Result};
 use crate::ladder::{Ladder, Operation};
@@ -33,8 +34,19 @@ use crate::{oci, place};
 pub struct Bed {
     /// Its state.
     pub snapshot: PathBuf,
+    /// Whether that is part of a checkpoint, which is not ours to take away.
+    pub kept: bool,
     /// The TAPs that wait for it.
     pub network: Arc<Network>,
+}
+
+impl Bed {
+    /// Nobody goes on from it any more.
+    async fn clear(&self) {
+        if !self.kept {
+            remove(&self.snapshot).await;
+        }
+    }
 }
 
 /// What a guest that is asleep still has and shall not have when it goes on.
@@ -53,14 +65,36 @@ impl Sandbox {
         let ladder = Ladder::begin(Operation::Pause);
         // Goes through to its end, whether or not the caller waits for it.
         to_its_end(async move {
-            let paused = sandbox.do_pause(&container, &ladder).await;
+            let paused = sandbox.do_pause(&container, None, &ladder).await;
             sandbox.tell_ladder(&container.id, &ladder, &paused);
             paused
         })
         .await
     }
 
-    async fn do_pause(&self, container: &Container, ladder: &Ladder) -> Result<()> {
+    /// Brings all of the sandbox to the disk, as a checkpoint in `folder`, which stays there. It can be
+    /// resumed, and others can go on from it.
+    pub async fn pause_to_snapshot(
+        self: &Arc<Self>,
+        container: &Arc<Container>,
+        folder: PathBuf,
+    ) -> Result<()> {
+        let (sandbox, container) = (self.clone(), container.clone());
+        let ladder = Ladder::begin(Operation::PauseToDisk);
+        to_its_end(async move {
+            let paused = sandbox.do_pause(&container, Some(&folder), &ladder).await;
+            sandbox.tell_ladder(&container.id, &ladder, &paused);
+            paused
+        })
+        .await
+    }
+
+    async fn do_pause(
+        &self,
+        container: &Container,
+        folder: Option<&Path>,
+        ladder: &Ladder,
+    ) -> Result<()> {
         let _changing = container.changing.lock().await;
         if container.status(&container.init) != Status::RUNNING {
             return Err(Error::State(format!(
@@ -68,8 +102,8 @@ impl Sandbox {
                 container.id
             )));
         }
-        if self.wishes().pause_to == PauseTo::Disk {
-            return self.fall_asleep(ladder).await;
+        if folder.is_some() || self.wishes().pause_to == PauseTo::Disk {
+            return self.fall_asleep(folder, ladder).await;
         }
         let _quiet = self.quiet.read().await;
         ladder.reach("quiet");
@@ -132,24 +166,26 @@ impl Sandbox {
         self.events.publish(&TaskResumed { container_id, ..Default::default() });
     }
 
-    /// Brings the VM to the disk.
-    async fn fall_asleep(&self, ladder: &Ladder) -> Result<()> {
+    /// Brings the VM to the disk: to a folder that is named, or one of its own.
+    async fn fall_asleep(&self, folder: Option<&Path>, ladder: &Ladder) -> Result<()> {
         ladder.is(Operation::PauseToDisk);
         let _quiet = self.quiet.write().await;
         ladder.reach("quiet");
         let start = Instant::now();
+        // Refused before anything is changed.
+        let plan = folder.map(|folder| self.plan_checkpoint(folder)).transpose()?;
         let Phase::FallingAsleep(vm) = self.life.take(&Step::FallAsleep)? else {
             return Err(Error::State("the VM is gone".to_owned()));
         };
         self.set_sleep(Sleep::FallingAsleep);
-        let bed = match self.save(&vm, ladder).await {
+        let saved = match &plan {
+            Some(plan) => self.save_as_checkpoint(&vm, plan, ladder).await,
+            None => self.save_in_bed(&vm, ladder).await,
+        };
+        let bed = match saved {
             Ok(bed) => bed,
             Err(error) => {
                 self.stay_awake(&vm).await;
-                // A VMM that was killed leaves what it has begun; there is nothing else.
-                if let Ok(bed) = self.place.bed(&self.config.pause_dir) {
-                    remove(&bed).await;
-                }
                 return Err(error);
             }
         };
@@ -167,9 +203,35 @@ impl Sandbox {
         Ok(())
     }
 
+    async fn save_in_bed(&self, vm: &Vm, ladder: &Ladder) -> Result<Bed> {
+        let saved = match self.next_snapshot() {
+            Ok(snapshot) => self.save(vm, snapshot, ladder).await,
+            Err(error) => Err(error),
+        };
+        if saved.is_err() {
+            // A VMM that was killed leaves what it has begun; there is nothing else.
+            if let Ok(bed) = self.place.bed(&self.config.pause_dir) {
+                remove(&bed).await;
+            }
+        }
+        saved
+    }
+
+    async fn save_as_checkpoint(&self, vm: &Vm, plan: &Plan, ladder: &Ladder) -> Result<Bed> {
+        let saved = match self.save(vm, plan.snapshot(), ladder).await {
+            // From here on the folder is a checkpoint.
+            Ok(bed) => plan.finish().map(|()| Bed { kept: true, ..bed }),
+            Err(error) => Err(error),
+        };
+        if saved.is_err() {
+            remove(&plan.snapshot()).await;
+            plan.give_up();
+        }
+        saved
+    }
+
     /// Writes the state of the VM, which stands still afterwards.
-    async fn save(&self, vm: &Vm, ladder: &Ladder) -> Result<Bed> {
-        let snapshot = self.next_snapshot()?;
+    async fn save(&self, vm: &Vm, snapshot: PathBuf, ladder: &Ladder) -> Result<Bed> {
         self.let_go(vm).await?;
         ladder.reach("streams");
         let request = SnapshotRequest { keep_paused: true, ..SnapshotRequest::new(&snapshot) };
@@ -187,7 +249,7 @@ impl Sandbox {
             snapshot = %snapshot.display(),
             "the VM's state is on the disk"
         );
-        Ok(Bed { snapshot, network: vm.network() })
+        Ok(Bed { snapshot, kept: false, network: vm.network() })
     }
 
     /// A folder for a snapshot, which does not exist.
@@ -256,7 +318,7 @@ impl Sandbox {
         self.set_pids(vm.vmm.identity.pid);
         self.set_sleep(Sleep::Awake);
         self.bury(&vm).await;
-        remove(&bed.snapshot).await;
+        bed.clear().await;
         ladder.reach("cleared");
         let running = self.running();
         for container in running.iter().filter(|container| !container.is_frozen()) {
@@ -320,7 +382,7 @@ impl Sandbox {
         }
         if let Phase::Asleep(bed) = self.life.now() {
             self.life.take(&Step::End)?;
-            remove(&bed.snapshot).await;
+            bed.clear().await;
         }
         Ok(())
     }

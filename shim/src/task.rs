@@ -22,8 +22,10 @@ use containerd_shim_protos::ttrpc::Result as Answer;
 use containerd_shim_protos::ttrpc::asynchronous::{Service, TtrpcContext};
 use guest_protocol::WindowSize;
 
+use crate::actions::{ACTION, Action};
 use crate::checkpoint::ends_with_it;
 use crate::clock::timestamp;
+use crate::error::Error;
 use crate::lifecycle::New;
 use crate::sandbox::Sandbox;
 use crate::stats;
@@ -240,7 +242,21 @@ impl Task for TaskService {
     async fn update(&self, _: &Context, request: UpdateTaskRequest) -> Answer<Empty> {
         let container = self.sandbox.container(&request.id)?;
         let resources = request.resources.into_option().unwrap_or_default().value;
-        self.sandbox.update(&container, &resources).await?;
+        let action = Action::of(&request.annotations, &self.sandbox.config)?;
+        match action {
+            None => self.sandbox.update(&container, &resources).await?,
+            Some(_) if !resources.is_empty() => {
+                return Err(Error::Invalid(format!(
+                    "an update of task {} has limits and the annotation {ACTION}; ask for one at a \
+                     time",
+                    container.id
+                ))
+                .into());
+            }
+            Some(Action::PauseToSnapshot(folder)) => {
+                self.sandbox.pause_to_snapshot(&container, folder).await?;
+            }
+        }
         Ok(Empty::new())
     }
 

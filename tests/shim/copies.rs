@@ -3,18 +3,21 @@
 use std::collections::BTreeSet;
 use std::io::Read;
 use std::net::TcpStream;
-use std::path::PathBuf;
-use std::process::Command;
+use std::path::{Path, PathBuf};
+use std::process::{Command, Output};
 
 use harness::artifacts::Artifact;
-use harness::containerd::{CUBE, Containerd};
+use harness::containerd::{CUBE, Containerd, processes};
 use harness::{eventually, image, oci_image};
 use libtest_mimic::Trial;
 
 use crate::sleep::{assert_counts_from, counts, numbers};
 
 pub fn trials() -> Vec<Trial> {
-    harness::trials![copies_of_a_sandbox_go_on_as_machines_of_their_own,]
+    harness::trials![
+        copies_of_a_sandbox_go_on_as_machines_of_their_own,
+        an_action_pauses_to_a_snapshot_that_others_go_on_from,
+    ]
 }
 
 /// How many copies there are.
@@ -78,6 +81,76 @@ fn checkpoint(containerd: &Containerd, id: &str) -> PathBuf {
         .unwrap();
     assert!(said.status.success(), "{said:?}\n{}", containerd.log());
     folder
+}
+
+/// Asks the shim for an action.
+fn update(containerd: &Containerd, id: &str, annotations: &[&str]) -> Output {
+    Command::new(Artifact::Shim.arg())
+        .args(["-namespace", "default", "-id", id, "-address"])
+        .arg(containerd.folder(".").canonicalize().unwrap().join("containerd.sock"))
+        .arg("update")
+        .args(annotations)
+        .output()
+        .unwrap()
+}
+
+const ACTION: &str = "cube.shimapi.update.action=PauseToSnapshot";
+
+fn destination(folder: &Path) -> String {
+    let url = folder.display();
+    format!(r#"cube.shimapi.update.pause.snapshot_config={{"destination_url":"file://{url}"}}"#)
+}
+
+fn an_action_pauses_to_a_snapshot_that_others_go_on_from() {
+    let containerd = Containerd::start();
+    let out = containerd.folder("out");
+    let log = |id: &str| format!("file://{}", out.join(id).display());
+    let script = "n=0; while sleep 0.1; do echo $((n+=1)); done";
+    assert_eq!(detach(&containerd, "old", &["--log-uri", &log("old")], script), "");
+    eventually("it counts", || out.join("old").exists() && numbers(&out.join("old")).len() > 3);
+    let folder = containerd.folder("checkpoints").join("old");
+    let to = destination(&folder);
+
+    for (annotations, datum) in [
+        (vec!["cube.shimapi.update.action=Explode"], "Explode"),
+        (vec![ACTION], "snapshot_config"),
+        (vec![ACTION, "cube.shimapi.update.pause.snapshot_config={"], "EOF"),
+        (vec![ACTION, &destination(Path::new("/etc/old"))], "/etc"),
+        (vec![ACTION, &to, "cube.shimapi.update.snapshot.id=x"], "snapshot.id"),
+    ] {
+        let refused = update(&containerd, "old", &annotations);
+        let said = String::from_utf8_lossy(&refused.stderr).into_owned();
+        assert!(!refused.status.success() && said.contains(datum), "{annotations:?}: {said}");
+        assert!(said.contains("INVALID_ARGUMENT"), "{said}");
+        assert_eq!(containerd.state("old").as_deref(), Some("RUNNING"));
+        assert!(!folder.exists());
+    }
+    counts(&out.join("old"));
+
+    let done = update(&containerd, "old", &[ACTION, &to]);
+    assert!(done.status.success(), "{done:?}\n{}", containerd.log());
+    assert_eq!(containerd.state("old").as_deref(), Some("PAUSED"));
+    assert_eq!(processes(&["cube-vmm", "cube-fsd"]), Vec::<String>::new());
+    let again = update(&containerd, "old", &[ACTION, &to]);
+    let said = String::from_utf8_lossy(&again.stderr).into_owned();
+    assert!(said.contains("FAILED_PRECONDITION") && said.contains("not running"), "{said}");
+    containerd.ctr(["tasks", "resume", "old"]).output(0);
+    counts(&out.join("old"));
+    let taken = update(&containerd, "old", &[ACTION, &to]);
+    let said = String::from_utf8_lossy(&taken.stderr).into_owned();
+    assert!(said.contains("ALREADY_EXISTS"), "{said}");
+    assert_eq!(containerd.state("old").as_deref(), Some("RUNNING"));
+    counts(&out.join("old"));
+    containerd.remove("old");
+    assert_eq!(assert_counts_from(&out.join("old")), 1);
+
+    // The folder outlives the sandbox, and another one goes on from it.
+    let from = format!("cube.restore.from={}", folder.display());
+    let words = ["--annotation", &from, "--log-uri", &log("new")];
+    assert_eq!(detach(&containerd, "new", &words, "not run"), "");
+    counts(&out.join("new"));
+    containerd.remove("new");
+    assert!(assert_counts_from(&out.join("new")) > 1, "it goes on");
 }
 
 fn copies_of_a_sandbox_go_on_as_machines_of_their_own() {
