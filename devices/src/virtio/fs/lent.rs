@@ -4,7 +4,9 @@
 //! a file that the guest has open, and that the host has in memory, neither is needed: the server hands
 //! over the descriptor of a handle that is used again and again, and the kernel moves the data between
 //! its page cache and guest memory, as for a disk. Whatever would have to wait for storage, is not
-//! plain, or fails, goes to the server like everything else (`RWF_NOWAIT`; preadv2(2)).
+//! plain, or fails, goes to the server like everything else (`RWF_NOWAIT`; preadv2(2)). The flag is about
+//! data: for the time of an access that has to be noted, or on a file system that is mounted `sync`, the
+//! kernel may wait all the same.
 //!
 //! What is lent is a duplicate of what the guest has opened: same file, same rights. Handles are never
 //! numbered alike, so one that was closed leads nowhere.
@@ -29,8 +31,6 @@ const MOST: usize = 64;
 const AT_ONCE: usize = 16;
 /// Bytes of what comes with a descriptor: the numbers of node and handle.
 const NUMBERS: usize = 16;
-/// Messages of data after which one may have been lent something: the server lends what is used twice.
-const SOME: u32 = 2;
 
 /// Node and handle.
 type Key = (u64, u64);
@@ -95,7 +95,7 @@ impl Lent {
 
     /// The guest closes a handle.
     pub fn give_back(&mut self, key: Key) {
-        if self.unseen >= SOME {
+        if self.unseen > 0 {
             // It was lent before the guest got the answer, so it is there by now.
             self.take_in();
         }

@@ -223,7 +223,8 @@ impl Worker {
         }
     }
 
-    /// Whether requests have to wait. Forgets never do, whichever queue they come by: they make room.
+    /// Whether requests have to wait. Forgets do not, unless what they stand behind does: they make
+    /// room.
     fn is_throttled(&mut self) -> bool {
         let Some(throttle) = &mut self.session.throttle else { return false };
         let admission = throttle.admit(Instant::now());
