@@ -112,6 +112,21 @@ pub enum ConfigError {
     NoInitrd(PathBuf),
 }
 
+/// Reads a number and the power of two that its unit is (K, M, G or T), if it has one.
+pub(crate) fn number_with_unit(text: &str) -> Option<(u64, Option<u32>)> {
+    let digits = text.trim_end_matches(|letter: char| letter.is_ascii_alphabetic());
+    let unit = text.get(digits.len()..)?.to_ascii_uppercase();
+    let shift = match unit.as_str() {
+        "" => None,
+        "K" | "KB" | "KIB" => Some(10),
+        "M" | "MB" | "MIB" => Some(20),
+        "G" | "GB" | "GIB" => Some(30),
+        "T" | "TB" | "TIB" => Some(40),
+        _ => return None,
+    };
+    Some((digits.parse().ok()?, shift))
+}
+
 /// An amount of guest memory in bytes: whole pages, at least [`MIN_MEMORY`].
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(try_from = "String", into = "String")]
@@ -136,23 +151,13 @@ impl FromStr for MemorySize {
     /// Reads a number and a unit (K, M, G or T, powers of 1024), such as `256M`.
     fn from_str(text: &str) -> Result<Self, ConfigError> {
         let format = || ConfigError::MemoryFormat(text.to_owned());
-        let digits = text.trim_end_matches(|c: char| c.is_ascii_alphabetic());
-        let unit = &text[digits.len()..];
-        let number: u64 = digits.parse().map_err(|_| format())?;
-        let shift = match unit.to_ascii_uppercase().as_str() {
-            "" => 0,
-            "K" | "KB" | "KIB" => 10,
-            "M" | "MB" | "MIB" => 20,
-            "G" | "GB" | "GIB" => 30,
-            "T" | "TB" | "TIB" => 40,
-            _ => return Err(format()),
-        };
+        let (number, shift) = number_with_unit(text).ok_or_else(format)?;
         let large = || ConfigError::MemoryTooLarge(text.to_owned());
-        let bytes = number.checked_mul(1 << shift).ok_or_else(large)?;
+        let bytes = number.checked_mul(1 << shift.unwrap_or(0)).ok_or_else(large)?;
         match bytes {
             _ if bytes > MAX_MEMORY => Err(large()),
             // A bare number is most likely a forgotten unit.
-            _ if unit.is_empty() && number != 0 => Err(format()),
+            _ if shift.is_none() && number != 0 => Err(format()),
             _ if bytes < MIN_MEMORY => Err(ConfigError::MemoryTooSmall(text.to_owned())),
             _ if bytes % 4096 != 0 => Err(ConfigError::MemoryUnaligned(text.to_owned())),
             _ => Ok(Self(bytes)),

@@ -9,6 +9,7 @@ use super::client::print;
 use super::snapshot::size;
 use crate::api::{Reply, Request};
 use crate::api_socket::request;
+use crate::config::number_with_unit;
 use crate::snapshot::HOT_PAGES;
 use crate::snapshot::hot::{HotError, HotSet};
 use crate::snapshot::manifest::Manifest;
@@ -84,18 +85,8 @@ impl PrefetchOptions {
 
 /// Reads a number of bytes with a unit: whole pages.
 fn limit(text: &str) -> Result<u64, String> {
-    let digits = text.trim_end_matches(|letter: char| letter.is_ascii_alphabetic());
-    let unit = text.get(digits.len()..).unwrap_or_default().to_ascii_uppercase();
-    let shift = match unit.as_str() {
-        "K" | "KB" | "KIB" => Some(10),
-        "M" | "MB" | "MIB" => Some(20),
-        "G" | "GB" | "GIB" => Some(30),
-        "T" | "TB" | "TIB" => Some(40),
-        _ => None,
-    };
-    let bytes = digits.parse::<u64>().ok().zip(shift);
-    let bytes = bytes.and_then(|(number, shift)| number.checked_mul(1 << shift));
-    match bytes {
+    let read = number_with_unit(text);
+    match read.and_then(|(number, shift)| number.checked_mul(1 << shift?)) {
         Some(bytes) if bytes > 0 && bytes % 4096 == 0 => Ok(bytes),
         Some(_) => Err("it is no number of whole pages of 4K; write for example 64M".to_owned()),
         None => Err("it is no number with a unit; write for example 64M".to_owned()),

@@ -47,8 +47,8 @@ pub(super) struct Lent {
     files: BTreeMap<Key, LentFile>,
     /// In the order in which they have come.
     order: VecDeque<Key>,
-    /// Messages of data that the server has got since the socket was looked at.
-    unseen: u32,
+    /// The server has got messages of data since the socket was looked at.
+    unseen: bool,
 }
 
 impl AsFd for Lent {
@@ -64,12 +64,12 @@ impl Lent {
         let (socket, theirs) = UnixDatagram::pair()?;
         socket.set_nonblocking(true)?;
         let (files, order) = Default::default();
-        Ok((Self { socket, files, order, unseen: 0 }, theirs))
+        Ok((Self { socket, files, order, unseen: false }, theirs))
     }
 
     /// Takes in what the server has lent, as far as it is something to be read at once.
     pub fn take_in(&mut self) {
-        self.unseen = 0;
+        self.unseen = false;
         for _ in 0..AT_ONCE {
             let mut numbers = [0; NUMBERS];
             // Fails when there is no more.
@@ -95,7 +95,7 @@ impl Lent {
 
     /// The guest closes a handle.
     pub fn give_back(&mut self, key: Key) {
-        if self.unseen > 0 {
+        if self.unseen {
             // It was lent before the guest got the answer, so it is there by now.
             self.take_in();
         }
@@ -113,7 +113,7 @@ impl Lent {
 
     /// The server gets a message of data.
     pub fn passed_on(&mut self) {
-        self.unseen = self.unseen.saturating_add(1);
+        self.unseen = true;
     }
 
     /// Answers a message of data in `chain`, if that takes no waiting; the length of the answer.
@@ -198,8 +198,7 @@ impl LentFile {
             // The server writes all of it, which comes to the same.
             return None;
         }
-        let size = data.size.to_le_bytes();
-        let [a, b, c, d] = size;
+        let [a, b, c, d] = data.size.to_le_bytes();
         reply(memory, chain, &success(data.unique, 0, &[a, b, c, d, 0, 0, 0, 0]))?;
         Some(WRITE_REPLY as u32)
     }
